@@ -296,26 +296,6 @@ async fn a_vm_is_made_started_and_deleted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_renewed_vm_has_another_process_and_one_without_a_process_has_nothing_to_renew() {
-    let served = Served::new().await;
-    let controller = served.controller();
-    let web = vm("web");
-    controller.put_vm(&put("web", 1)).await.unwrap();
-    refused!(controller.renew(&web).await, WrongState);
-    controller.start(&web).await.unwrap();
-    let before = controller.vm(&web).await.unwrap();
-    let said = served.local().renew(&web).await.unwrap().message;
-    assert!(
-        said.contains("the one before was of a version that it does not tell"),
-        "{said}"
-    );
-    let after = controller.vm(&web).await.unwrap();
-    assert_ne!(after.vm_process_pid, before.vm_process_pid);
-    assert_eq!((after.state, after.claim), (before.state, before.claim));
-    served.end("web");
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
     use godwit_types::version::PROTOCOL_HEADER;
     let served = Served::new().await;

@@ -170,3 +170,7 @@ async fn must_rest(process: &Supervised, vm: &HostVm) -> Reply<()> {
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+#[path = "renew_tests.rs"]
+mod tests;

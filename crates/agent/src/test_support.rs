@@ -20,7 +20,9 @@ use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// In the run directory: the stub ends at once with these last words.
@@ -53,6 +55,10 @@ pub const QEMU_PID: &str = "qemu-pid";
 pub const CLOSES: &str = "closes";
 /// In the run directory: each step to which the stub was asked then, but looks.
 pub const CLOSED: &str = "closed";
+
+/// In the run directory: what the stub does that is to become another program, `becomes` or `refuses`; without it, it knows of no
+/// such request.
+pub const RENEWS: &str = "renews";
 
 /// In the run directory: the stub answers as one of a version less, `older`, or of one more, `newer`.
 pub const DIALECT: &str = "dialect";
@@ -400,7 +406,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             boot(config, "booted")
         }
         VmRequest::PowerOffDead { generation } => power_off_dead(config, generation),
-        VmRequest::Renew { .. } => cannot_read(),
+        VmRequest::Renew { program } => renew(run_dir, &program),
         VmRequest::Close { .. } if is_too_old(config) => cannot_read(),
         VmRequest::Close { step } => VmAnswer::Closing(close(step, config)),
         VmRequest::Stop { force } => {
@@ -411,6 +417,21 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             ErrorCode::WrongState,
             "the stub does not do that",
         )),
+    }
+}
+
+/// The program that it becomes is the same one, started with the same words.
+fn renew(run_dir: &Path, program: &str) -> VmAnswer {
+    match std::fs::read_to_string(run_dir.join(RENEWS)).as_deref() {
+        Ok("becomes") => {
+            append(&run_dir.join(HEARD), &format!("become {program}"));
+            let error = Command::new(program)
+                .args(std::env::args_os().skip(1))
+                .exec();
+            VmAnswer::Error(ApiError::new(ErrorCode::Internal, error.to_string()))
+        }
+        Ok(_) => VmAnswer::Error(ApiError::new(ErrorCode::WrongState, "it stays what it is")),
+        Err(_) => cannot_read(),
     }
 }
 

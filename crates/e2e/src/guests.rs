@@ -4,7 +4,7 @@ use anyhow::Context as _;
 use godwit_testkit::guest::checker::{self, Checked};
 use godwit_testkit::guest::counter::{self, COUNTER_OFFSET, CounterSpec, Mode, PAGE_BYTES, Word};
 use godwit_types::VmName;
-use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec};
+use godwit_types::vm::{Accelerator, DiskSpec, EncryptionMode, VmSpec};
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -47,6 +47,28 @@ pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow:
         nics: Vec::new(),
         disks: Vec::new(),
     })
+}
+
+/// A disk with its image at this path.
+pub fn disk(name: &str, path: &Path, shared: bool) -> anyhow::Result<DiskSpec> {
+    Ok(DiskSpec {
+        name: name.into(),
+        from: None,
+        size_gib: None,
+        path: path.to_str().context("a path")?.to_owned(),
+        read_only: false,
+        shared,
+    })
+}
+
+/// A VM that boots from this image.
+pub fn vm_with_disk(dir: &Path, image: &Path, shared: bool) -> anyhow::Result<VmSpec> {
+    let mut spec = counter_vm(dir, &CounterSpec::flat(8), 32)?;
+    spec.set_hardware(Some(2));
+    spec.kernel.clear();
+    spec.disks = vec![disk("root", image, shared)?];
+    spec.check()?;
+    Ok(spec)
 }
 
 /// Waits until the guest has made so many passes over its memory.

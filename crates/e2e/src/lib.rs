@@ -4,6 +4,7 @@
 //! carries ownership messages. Checkers come from the testkit and use no product code.
 #![forbid(unsafe_code)]
 
+pub mod deaths;
 pub mod guests;
 pub mod host;
 pub mod pair;

@@ -1,14 +1,14 @@
 //! Whatever dies while a disk moves, no write is lost that its guest was answered.
 //!
-//! Power cuts and kills of VM processes at random moments of moves between two volumes of a host and between two hosts. Each
-//! test does as many as `make test` has time for; `GODWIT_DEATHS` says another number. `GODWIT_SEED` says which moments: what dies,
-//! when, and what storage keeps of the unsynced comes from it, while how processes take their turns is different each time.
+//! Power cuts and kills of VM processes at random moments ([`godwit_e2e::deaths`]) of moves between two volumes of a host and
+//! between two hosts.
 
 mod mortal;
 
 use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::deaths::Deaths;
 use mortal::{Between, Chance, LONG, Mortal, Power, apart, is_unknown};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// A move takes about so long.
 const MOVE_MS: u64 = 900;
@@ -21,24 +21,15 @@ enum Death {
     Process,
 }
 
-fn number(name: &str, default: u64) -> Result<u64> {
-    match std::env::var(name) {
-        Ok(text) => text.parse().with_context(|| format!("{name}={text}")),
-        Err(_) => Ok(default),
-    }
-}
-
 fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
-    let count = number("GODWIT_DEATHS", count)?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
-    let seed = number("GODWIT_SEED", u64::from(now.subsec_micros()))?;
-    println!("  GODWIT_SEED={seed}");
+    let planned = Deaths::planned(count)?;
+    let Deaths { seed, count } = planned;
     apart(|mounts| {
         let mut mortal = Mortal::new(between, mounts)?;
         let mut at = mortal.judge()?;
         let mut moved = 0;
         for round in 0..count {
-            let mut chance = Chance(seed.wrapping_mul(1_000_003).wrapping_add(round));
+            let mut chance = Chance(planned.of(round));
             let told = || format!("GODWIT_SEED={seed}, death {round} of {between:?} by {death:?}");
             die_once(&mut mortal, &at, death, &mut chance).with_context(told)?;
             let now = mortal.judge().with_context(told)?;
@@ -122,7 +113,9 @@ fn a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk() ->
         let starts = to.starts();
         to.arm("journal.holds.after", "hold");
         to.signal_kill()?;
+        let until = Instant::now() + LONG;
         while to.starts() == starts || to.vm().is_err_and(|error| !is_unknown(&error)) {
+            ensure!(Instant::now() < until, "it has no successor");
             std::thread::sleep(Duration::from_millis(1));
         }
         mortal.crawl();

@@ -1,24 +1,25 @@
 //! A disk with many requests under way whose power fails, or whose process is killed, while it moves to another volume: the image
 //! that the record names has every write that an acknowledged flush covers.
 //!
-//! `GODWIT_DEATHS` says how many, `GODWIT_SEED` which moments.
+//! [`godwit_e2e::deaths`] says how many, and which moments.
 
 #[path = "../../vhost/tests/common/chance.rs"]
 mod chance;
 
 use anyhow::{Context as _, Result, ensure};
 use chance::Chance;
+use godwit_e2e::deaths::{self, Deaths};
 use godwit_testkit::disk_load::log::Log;
 use godwit_testkit::disk_load::{Load, Order, Place, Running};
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
-use godwit_testkit::testvol::{self, Settings, Survives, Volume};
+use godwit_testkit::testvol::{self, Settings, Volume};
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// Where the record is, and where images are.
 const VOLUMES: [&str; 3] = ["/var/lib/record", "/var/lib/first", "/var/lib/second"];
@@ -29,13 +30,6 @@ const LONG: Duration = Duration::from_secs(60);
 /// A move takes about so long, and what comes after its copying.
 const MOVE_MS: u64 = 700;
 const END_MS: u64 = 60;
-
-fn number(name: &str, default: u64) -> Result<u64> {
-    match std::env::var(name) {
-        Ok(text) => text.parse().with_context(|| format!("{name}={text}")),
-        Err(_) => Ok(default),
-    }
-}
 
 /// A process that serves the disk; killed with the value.
 struct Served {
@@ -84,7 +78,7 @@ impl Site {
         let site = Self {
             image: Path::new(images[0]).join("0.raw"),
             images: 0,
-            log: Log::new(DISK, BLOCK),
+            log: Log::new(DISK, BLOCK).for_power_cuts(),
             machine,
             place,
         };
@@ -157,15 +151,7 @@ impl Site {
     fn die(&self, mut served: Served, with_power: bool, chance: &mut Chance) -> Result<()> {
         let mut volumes = self.volumes()?;
         if with_power {
-            volumes.rotate_left(chance.below(3) as usize);
-            let pause_ms = [0, 0, 30][chance.below(3) as usize];
-            for volume in &volumes {
-                volume.power_off(match chance.below(3) {
-                    0 => Survives::Nothing,
-                    _ => Survives::Some(chance.below(1 << 32)),
-                });
-                std::thread::sleep(Duration::from_millis(chance.below(pause_ms + 1)));
-            }
+            deaths::power_off(&mut volumes, |limit| chance.below(limit));
         }
         let until = Instant::now() + LONG;
         served.child.kill()?;
@@ -212,17 +198,15 @@ impl Site {
     }
 }
 
-fn deaths(with_power: bool, count: u64) -> Result<()> {
-    let count = number("GODWIT_DEATHS", count)?;
-    let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
-    let seed = number("GODWIT_SEED", u64::from(now.subsec_micros()))?;
-    println!("  GODWIT_SEED={seed}");
+fn die_often(with_power: bool, count: u64) -> Result<()> {
+    let planned = Deaths::planned(count)?;
+    let Deaths { seed, count } = planned;
     let Some(mut site) = Site::new()? else {
         return Ok(());
     };
     let (mut moved, mut writes) = (0, 0);
     for round in 0..count {
-        let mut chance = Chance(seed.wrapping_mul(1_000_003).wrapping_add(round));
+        let mut chance = Chance(planned.of(round));
         let former = site.image.clone();
         let told = || format!("GODWIT_SEED={seed}, death {round}, of power: {with_power}");
         die_once(&mut site, with_power, &mut chance).with_context(told)?;
@@ -277,10 +261,10 @@ fn die_once(site: &mut Site, with_power: bool, chance: &mut Chance) -> Result<()
 
 #[test]
 fn a_power_cut_in_the_move_of_a_busy_disk_loses_no_flushed_write() -> Result<()> {
-    deaths(true, 12)
+    die_often(true, 12)
 }
 
 #[test]
 fn a_kill_in_the_move_of_a_busy_disk_loses_no_flushed_write() -> Result<()> {
-    deaths(false, 12)
+    die_often(false, 12)
 }

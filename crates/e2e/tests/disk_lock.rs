@@ -10,7 +10,7 @@ use godwit_testkit::testvol;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const AT: &str = "/var/lib/volume";
 const DISK: u64 = 8 << 20;
@@ -104,8 +104,10 @@ fn an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended() ->
         seed: 7,
     };
     let running = Running::begin(load, Log::new(DISK, BLOCK), &place)?;
+    let until = Instant::now() + LONG;
     while running.count() < 100 {
         ensure!(!running.has_ended(), "{:?}", running.end());
+        ensure!(Instant::now() < until, "nothing is answered");
         std::thread::yield_now();
     }
     volume.change(|disk| disk.hangs = true);

@@ -3,7 +3,8 @@
 mod booted;
 
 use anyhow::{Context as _, Result, ensure};
-use booted::{LONG, LOOK_EVERY, Site, described};
+use booted::{LONG, LOOK_EVERY, Site};
+use godwit_e2e::guests::{disk, vm_with_disk};
 use godwit_types::host_api::VmRequest;
 use godwit_types::vm::{DiskSpec, VmState};
 use std::fs::Permissions;
@@ -157,20 +158,14 @@ fn a_guest_with_two_disks_has_both() -> Result<()> {
     site.ask(&VmRequest::Stop { force: true })?;
     site.pair.a.wait_state(VmState::Stopped, LONG)?;
     let (mut spec, second) = (
-        described(&site.pair, &site.image)?,
+        vm_with_disk(site.pair.dir(), &site.image, false)?,
         site.image.with_extension("2"),
     );
     std::fs::write(&second, [0; 4096])?;
     std::fs::set_permissions(&second, Permissions::from_mode(0o666))?;
-    let path = second.to_str().context("a path")?.to_owned();
-    let (name, read_only, shared) = ("data".into(), true, false);
     spec.disks.push(DiskSpec {
-        name,
-        path,
-        read_only,
-        shared,
-        from: None,
-        size_gib: None,
+        read_only: true,
+        ..disk("data", &second, false)?
     });
     let file = site
         .pair

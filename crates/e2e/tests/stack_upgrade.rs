@@ -11,6 +11,16 @@ use std::path::PathBuf;
 const OLD: &[u8] = b"0.0.9";
 const TRUE: &[u8] = b"0.1.0";
 
+/// What the log of a VM process says when it becomes another program.
+const BECOMES: &str = "this process becomes another program";
+
+/// How often the VM process of a VM on host a has become another program.
+fn renewals(stack: &Stack, vm: &str) -> Result<usize> {
+    let log = format!("/run/godwit/vms/{vm}/vm-process.log");
+    let log = std::fs::read_to_string(stack.inside("a", log)?)?;
+    Ok(log.lines().filter(|line| line.contains(BECOMES)).count())
+}
+
 /// A copy of the program that calls itself another version.
 fn old_program(stack: &Stack) -> Result<PathBuf> {
     let mut bytes = std::fs::read(stack.godwit())?;
@@ -62,8 +72,10 @@ fn a_vm_process_of_an_older_godwit_is_renewed_under_its_guest_which_then_moves()
     let found = check["found"].as_str().unwrap_or_default();
     ensure!(found.starts_with("1 of 1 VM processes"), "{check}");
 
+    ensure!(renewals(&stack, "web")? == 0, "nobody asked for it");
     let said = stack.ok("controller", &["vm", "renew", "web"])?;
     ensure!(said.contains("0.1.0") && said.contains("0.0.9"), "{said}");
+    ensure!(renewals(&stack, "web")? == 1, "it is another process");
     let after = stack.vm_at("web", "a")?;
     ensure!(after["vm_process"]["version"] == "0.1.0", "{after}");
     // The same process has become the installed program.
@@ -74,6 +86,7 @@ fn a_vm_process_of_an_older_godwit_is_renewed_under_its_guest_which_then_moves()
     // So has one that is of this version already, and the agent goes on with it.
     stack.ok("controller", &["vm", "renew", "web"])?;
     ensure!(stack.vm_at("web", "a")?["vm_process_pid"] == before["vm_process_pid"]);
+    ensure!(renewals(&stack, "web")? == 2, "it was not renewed again");
     stack.wait_passes("web", "a", 2)?;
 
     stack.migrate("web", "b", &[])?;
@@ -99,9 +112,11 @@ fn a_vm_that_is_on_its_way_keeps_its_vm_process() -> Result<()> {
         before["vm_process_pid"] == after["vm_process_pid"],
         "{after}"
     );
+    ensure!(renewals(&stack, "web")? == 0, "it was renewed on its way");
     stack.ok("controller", &["migration", "cancel", &id])?;
     stack.ended("a", &id)?;
     stack.ok("controller", &["vm", "renew", "web"])?;
+    ensure!(renewals(&stack, "web")? == 1, "it was not renewed");
     stack.wait_passes("web", "a", 2)?;
     stack.check_guest("web", "a").map(drop)
 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Chance, Gate, LONG, Site, wait_until, without_room};
+use common::{Chance, Gate, LONG, Site, wait_until, without_room, without_room_for};
 use godwit_blockio::{Access, Image};
 use godwit_vhost::{Disk, Handover, Settings, Told};
 use std::os::fd::OwnedFd;
@@ -151,7 +151,7 @@ fn a_write_that_waits_for_room_is_carried_out_by_the_next_program() {
 }
 
 #[test]
-fn a_disk_with_requests_under_way_is_not_handed_over() {
+fn a_disk_with_requests_under_way_does_not_come_to_rest_and_so_is_not_handed_over() {
     let site = Site::new(MIB);
     let gate = Gate::default();
     let disk = site.disk(gate.filters());
@@ -162,6 +162,63 @@ fn a_disk_with_requests_under_way_is_not_handed_over() {
     gate.set_open(true);
     guest.wait(0);
     assert_eq!((site.status(0), site.content()[0]), (0, 1));
+}
+
+/// Why a disk that stands still is not handed over; it goes on itself.
+fn refused(disk: &Disk) -> Option<String> {
+    let standing = disk.stand_still(LONG).unwrap();
+    standing.hand_over().err().map(|why| why.to_string())
+}
+
+#[test]
+fn a_disk_whose_front_end_is_gone_is_not_handed_over() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    guest.hang_up();
+    wait_until(&disk, |status| !status.connected);
+    let why = refused(&disk).expect("there is nothing to hand over");
+    assert!(why.contains("QEMU is not connected to it"), "{why}");
+    connect_again(&site, &mut guest);
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    guest.wait(0);
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
+}
+
+#[test]
+fn a_disk_that_has_heard_half_a_sentence_is_not_handed_over_and_hears_the_rest() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    // The end of the second queue.
+    let body = common::pair(1, 0);
+    guest.send_header(11, body.len() as u32);
+    let until = std::time::Instant::now() + LONG;
+    let why = loop {
+        // Before it has heard that it is handed over, and goes on itself.
+        if let Some(why) = refused(&disk) {
+            break why;
+        }
+        assert!(std::time::Instant::now() < until, "it does not hear it");
+    };
+    assert!(why.contains("QEMU is just speaking with it"), "{why}");
+    guest.send_body(&body);
+    let (base, _) = guest.answer(11).expect("the second queue's end");
+    assert_eq!(base, body);
+    handed_on(&site, disk);
+}
+
+#[test]
+fn a_disk_with_unanswered_requests_of_which_nothing_tells_is_not_handed_over() {
+    let site = Site::new(MIB);
+    let (disk, mut guest, faults) = without_room_for(&site, Site::guest_without_inflight);
+    let why = refused(&disk).expect("a request would be forgotten");
+    let told = "nothing says which of its requests are unanswered";
+    assert!(why.contains(told), "{why}");
+    faults.fail_writes(0, rustix::io::Errno::NOSPC);
+    guest.wait(0);
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
+    handed_on(&site, disk);
 }
 
 #[test]

@@ -2,13 +2,12 @@
 #![allow(dead_code)]
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::guests::counter_vm;
+use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::pair::Pair;
 use godwit_qemu::qmp::Client;
 use godwit_testkit::guest::boot_disk::{self, Progress};
-use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::vm::{Accelerator, DiskSpec, VmSpec};
+use godwit_types::vm::Accelerator;
 use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -43,7 +42,7 @@ impl Site {
         content.resize(1 << 20, 0);
         std::fs::write(&image, content)?;
         std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
-        pair.boot(&described(&pair, &image)?)?;
+        pair.boot(&vm_with_disk(pair.dir(), &image, false)?)?;
         let site = Self {
             pair,
             image,
@@ -90,22 +89,6 @@ impl Site {
     pub fn sockets(&self) -> Result<usize> {
         Ok(std::fs::read_dir(self.pair.a.ram_dir())?.count())
     }
-}
-
-pub fn described(pair: &Pair, image: &std::path::Path) -> Result<VmSpec> {
-    let mut spec = counter_vm(pair.dir(), &CounterSpec::flat(8), 32)?;
-    spec.set_hardware(Some(2));
-    spec.kernel.clear();
-    spec.disks = vec![DiskSpec {
-        name: "root".into(),
-        path: image.to_str().context("a path")?.to_owned(),
-        read_only: false,
-        shared: false,
-        from: None,
-        size_gib: None,
-    }];
-    spec.check()?;
-    Ok(spec)
 }
 
 /// The distribution's QEMU, and the `/usr` of version 10 where that is at hand.

@@ -3,14 +3,13 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::Host;
-use godwit_e2e::guests::counter_vm;
+use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk::{self, Progress};
-use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::MigrationId;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome};
-use godwit_types::vm::{Accelerator, DiskSpec};
+use godwit_types::vm::Accelerator;
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
@@ -70,12 +69,7 @@ impl Site {
         file.write_all_at(&tail, 8192)?;
         file.write_all_at(&[7; 512], BYTES - 512)?;
         std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
-        let mut spec = counter_vm(pair.dir(), &CounterSpec::flat(8), 32)?;
-        spec.set_hardware(Some(2));
-        spec.kernel.clear();
-        spec.disks = vec![disk("root", &path, shared)?];
-        spec.check()?;
-        pair.boot(&spec)?;
+        pair.boot(&vm_with_disk(pair.dir(), &path, shared)?)?;
         let site = Self {
             pair,
             path,
@@ -174,17 +168,6 @@ impl Site {
         }
         Ok(())
     }
-}
-
-pub fn disk(name: &str, path: &Path, shared: bool) -> Result<DiskSpec> {
-    Ok(DiskSpec {
-        name: name.into(),
-        from: None,
-        size_gib: None,
-        path: path.to_str().context("a path")?.to_owned(),
-        read_only: false,
-        shared,
-    })
 }
 
 /// The host's process is one that dies at this point.

@@ -11,16 +11,16 @@ mod chance;
 use anyhow::{Context as _, Result, bail, ensure};
 pub use chance::Chance;
 use godwit_e2e::Host;
-use godwit_e2e::guests::counter_vm;
+use godwit_e2e::deaths;
+use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::host::kill_qemus_on;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_e2e::verdict::{Settled, hypervisors_on};
 use godwit_testkit::guest::boot_disk::{self, Spread};
-use godwit_testkit::guest::counter::CounterSpec;
 use godwit_testkit::guest::disk_ledger::Ledger;
-use godwit_testkit::testvol::{self, Settings, Survives, Volume};
+use godwit_testkit::testvol::{self, Settings, Volume};
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
-use godwit_types::vm::{Accelerator, DiskSpec, VmState};
+use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
@@ -133,19 +133,8 @@ impl Mortal {
         std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
         File::open(&image)?.sync_all()?;
         File::open(image.parent().context("a directory")?)?.sync_all()?;
-        let mut spec = counter_vm(self.pair.dir(), &CounterSpec::flat(8), 32)?;
-        spec.set_hardware(Some(2));
-        spec.kernel.clear();
-        spec.disks = vec![DiskSpec {
-            name: "root".into(),
-            from: None,
-            size_gib: None,
-            path: path.to_str().context("a path")?.to_owned(),
-            read_only: false,
-            shared: false,
-        }];
-        spec.check()?;
-        self.pair.boot(&spec)?;
+        self.pair
+            .boot(&vm_with_disk(self.pair.dir(), &path, false)?)?;
         self.set_pace(true);
         self.guest_goes_on()
     }
@@ -201,16 +190,9 @@ impl Mortal {
             Power::OfBoth => 0..2,
         };
         let mut going: Vec<&Volume> = self.volumes[hosts.clone()].iter().flatten().collect();
-        let mut below = |limit| chance.as_mut().map_or(0, |chance| chance.below(limit));
-        let (shift, pause_ms) = (below(going.len() as u64), [0, 0, 40][below(3) as usize]);
-        going.rotate_left(shift as usize);
-        for volume in going {
-            volume.power_off(match below(3) {
-                0 => Survives::Nothing,
-                _ => Survives::Some(below(1 << 32)),
-            });
-            std::thread::sleep(Duration::from_millis(below(pause_ms + 1)));
-        }
+        deaths::power_off(&mut going, |limit| {
+            chance.as_mut().map_or(0, |chance| chance.below(limit))
+        });
         for host in hosts.clone() {
             self.end_guest(host)?;
         }

@@ -2,7 +2,8 @@
 //!
 //! Owns the numbers of the writes that were acknowledged, for each block the last one, and of those that were not. A write
 //! that was not acknowledged may be there, in part or not at all; of every other block the content is known to the byte. After a
-//! power cut any write of a block may be the one that is there from the last on that a flush covers ([`Log::check_after_cut`]).
+//! power cut any write of a block may be the one that is there from the last on that a flush covers ([`Log::check_after_cut`]);
+//! those are kept by a log that is told to ([`Log::for_power_cuts`]), and grow until a flush.
 //! Refuses nothing; what is not as it should be is counted.
 
 use std::collections::HashMap;
@@ -39,8 +40,8 @@ pub struct Log {
     open: HashMap<u64, u64>,
     /// The last write of each block that an acknowledged flush covers.
     durable: Vec<u64>,
-    /// The later ones, by their blocks.
-    later: HashMap<u64, Vec<u64>>,
+    /// The later ones, by their blocks; none where nobody needs them.
+    later: Option<HashMap<u64, Vec<u64>>>,
     last: u64,
     writes: u64,
     /// Writes that had been acknowledged when the last acknowledged flush began.
@@ -91,11 +92,17 @@ impl Log {
             acknowledged: vec![0; blocks as usize],
             open: HashMap::new(),
             durable: vec![0; blocks as usize],
-            later: HashMap::new(),
+            later: None,
             last: 0,
             writes: 0,
             flushed: 0,
         }
+    }
+
+    /// The same log, which can be held against an image after a power cut.
+    pub fn for_power_cuts(mut self) -> Self {
+        self.later = Some(HashMap::new());
+        self
     }
 
     pub fn blocks(&self) -> u64 {
@@ -120,7 +127,9 @@ impl Log {
     pub fn begin(&mut self, block: u64) -> u64 {
         self.last += 1;
         self.open.insert(block, self.last);
-        self.later.entry(block).or_default().push(self.last);
+        if let Some(later) = &mut self.later {
+            later.entry(block).or_default().push(self.last);
+        }
         self.last
     }
 
@@ -147,12 +156,14 @@ impl Log {
         for (durable, write) in self.durable.iter_mut().zip(&covered.acknowledged) {
             *durable = (*durable).max(*write);
         }
-        let durable = &self.durable;
-        self.later.retain(|block, writes| {
-            let last = durable.get(*block as usize).copied().unwrap_or(0);
-            writes.retain(|write| *write > last);
-            !writes.is_empty()
-        });
+        let (durable, later) = (&self.durable, self.later.iter_mut());
+        for later in later {
+            later.retain(|block, writes| {
+                let last = durable.get(*block as usize).copied().unwrap_or(0);
+                writes.retain(|write| *write > last);
+                !writes.is_empty()
+            });
+        }
     }
 
     /// Whether a write of this block is under way.
@@ -205,6 +216,8 @@ impl Log {
     /// Holds an image against the log after its storage lost what was not durable. What is there counts as acknowledged from
     /// then on, and nothing is under way any more.
     pub fn check_after_cut(&mut self, image: &File) -> io::Result<Findings> {
+        let none = || io::Error::other("this log does not keep what a power cut may leave");
+        let later = self.later.take().ok_or_else(none)?;
         let mut bytes = vec![0; self.block_bytes];
         let mut findings = Findings::default();
         for block in 0..self.blocks() {
@@ -219,8 +232,9 @@ impl Log {
             let is_placed = sectors.all(is_placed);
             let is_whole = bytes.chunks_exact(SECTOR).all(|one| word(one, 8) == there);
             let durable = self.durable.get(block as usize).copied().unwrap_or(0);
-            let later = self.later.get(&block);
-            let is_later = later.is_some_and(|writes| writes.contains(&there));
+            let is_later = later
+                .get(&block)
+                .is_some_and(|writes| writes.contains(&there));
             match (is_placed, is_whole) {
                 (false, _) => findings.strange += 1,
                 (_, false) => findings.torn += 1,
@@ -233,7 +247,7 @@ impl Log {
             }
         }
         self.durable.clone_from(&self.acknowledged);
-        self.later.clear();
+        self.later = Some(HashMap::new());
         self.open.clear();
         Ok(findings)
     }
@@ -380,7 +394,7 @@ mod tests {
     #[test]
     fn after_a_cut_a_block_has_its_last_durable_write_or_a_later_one_in_whole() {
         const ONE: usize = 4096;
-        let mut log = Log::new(300 * ONE as u64, ONE);
+        let mut log = Log::new(300 * ONE as u64, ONE).for_power_cuts();
         let image = image(&log);
         let write = |block: u64, number: u64, part: std::ops::Range<usize>| {
             let mut bytes = vec![0; ONE];
@@ -409,5 +423,17 @@ mod tests {
         let findings = log.check_after_cut(&image).unwrap();
         assert_eq!((findings.lost, findings.torn, findings.strange), (1, 1, 1));
         assert!(!log.is_open(3), "nobody answers it any more");
+    }
+
+    #[test]
+    fn a_log_that_keeps_nothing_for_power_cuts_does_not_grow_and_says_nothing_of_one() {
+        let mut log = Log::new(300 * BLOCK as u64, BLOCK);
+        let image = image(&log);
+        for _ in 0..1000 {
+            log.begin(5);
+            log.acknowledge(5);
+        }
+        assert!(log.later.is_none());
+        assert!(log.check_after_cut(&image).is_err());
     }
 }

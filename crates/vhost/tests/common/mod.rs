@@ -9,7 +9,7 @@ mod without_room;
 
 pub use chance::Chance;
 pub use gate::{Gate, wait_until};
-pub use without_room::without_room;
+pub use without_room::{without_room, without_room_for};
 
 use godwit_blockio::{Access, Filter, Image};
 use godwit_guestmem::RamFile;
