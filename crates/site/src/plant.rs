@@ -19,6 +19,10 @@ named! {
         EndLowerCopy => "ends-lower-copy",
         /// An image is opened whatever it says of who has it.
         OpensAnyImage => "opens-any-image",
+        /// An image is opened although nobody can read who has it.
+        OpensUnreadImage => "opens-unread-image",
+        /// An image is opened although it could not be written that this host has it.
+        OpensUnwrittenImage => "opens-unwritten-image",
         /// A restored controller goes on as if it knew everything.
         RestoredGoesOn => "restored-controller-goes-on",
         /// A no that was said before a host was named again takes it out of the set.

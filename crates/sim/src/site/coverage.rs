@@ -58,7 +58,7 @@ pub struct SiteCoverage {
     pub judged_vms: u64,
     /// Images opened, refused since they are in use, refused for what they say, older than anybody there could know, and let go
     /// by people.
-    pub images: [u64; 5],
+    pub images: [u64; 7],
     pub steps: u64,
 }
 
@@ -240,6 +240,8 @@ impl SiteCoverage {
             "images refused for what they say",
             "images opened by a host that could not know that they are older",
             "images let go by a person",
+            "images refused, since who has them cannot be read",
+            "images refused, since who has them cannot be written",
         ];
         for (n, what) in self.images.into_iter().zip(of_images) {
             line(n, what.into());

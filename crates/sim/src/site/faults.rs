@@ -59,6 +59,8 @@ faults! {
     RestoreUnderGuests => 200, "host's state directory put back under its guests",
     RestoreHost => 200, "whole host restored from an old copy",
     RestoreImage => 250, "VM's image put back from an old copy",
+    ImageUnread => 300, "image's record could not be read",
+    ImageUnwritten => 300, "image's record could not be written, or nobody knows",
     CloneHost => 150, "host's disk cloned to a second machine",
     Liar => 120, "a host lies",
     LoseMessage => 400, "message lost",

@@ -1,7 +1,8 @@
 //! Disks on storage that all hosts share: an image for every second VM, what it says of who has it, and what was written there.
 //!
 //! Works on the site. Judged from outside by who wrote and what was acknowledged, not by the record. In half of the seeds
-//! locks on an image reach the other hosts, in the others they do not.
+//! locks on an image reach the other hosts, in the others they do not. At times its record cannot be read, or it is not known
+//! whether it was written: then the image is not opened, and whoever tries again finds what is there.
 
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
@@ -11,6 +12,9 @@ use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
 
 const DISK: &str = "root";
+/// Of a thousand times.
+const READ_FAILS: u64 = 120;
+const WRITE_FAILS: u64 = 120;
 
 /// What is on the storage.
 #[derive(Debug, Clone, Default)]
@@ -48,6 +52,10 @@ pub(crate) struct Image {
 enum Closed {
     InUse,
     Judged,
+    /// Who has it cannot be read.
+    Unread,
+    /// That this host has it cannot be written; whether it is there nobody knows.
+    Unwritten,
 }
 
 impl Site {
@@ -90,6 +98,9 @@ impl Site {
                 });
                 match why {
                     Closed::InUse => self.coverage.images[1] += 1,
+                    // Whoever tries again reads and writes it.
+                    Closed::Unread => self.coverage.images[5] += 1,
+                    Closed::Unwritten => self.coverage.images[6] += 1,
                     Closed::Judged => {
                         self.coverage.images[2] += 1;
                         match anew {
@@ -122,6 +133,12 @@ impl Site {
             anew,
             fresh: &fresh,
         };
+        if self.strikes(SiteFault::ImageUnread, READ_FAILS) {
+            return match self.plant.opens_unread_image() {
+                true => Ok(()),
+                false => Err(Closed::Unread),
+            };
+        }
         let image = &mut self.images[vm];
         let judged = match image.stored.is_let_go {
             true => claim.judge_let_go(),
@@ -132,6 +149,18 @@ impl Site {
             Err(_) if self.plant.opens_any_image() => return Ok(()),
             Err(_) => return Err(Closed::Judged),
         };
+        if self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS) {
+            if self.rng.chance(500) {
+                let stored = &mut self.images[vm].stored;
+                stored.record = Some(record);
+                stored.is_let_go = false;
+            }
+            return match self.plant.opens_unwritten_image() {
+                true => Ok(()),
+                false => Err(Closed::Unwritten),
+            };
+        }
+        let image = &mut self.images[vm];
         // The record is taken before the lock is waited for.
         image.stored.record = Some(record.clone());
         image.stored.is_let_go = false;

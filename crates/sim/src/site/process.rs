@@ -414,6 +414,10 @@ impl Site {
         let has_copy = copies.filter_map(|q| q.version).any(|v| Some(v) == version);
         let process = self.process(at, vm);
         let may = process.is_some_and(|p| p.may_discard);
+        if was_last && may {
+            // A person has it ended: whoever else has a copy of its memory may discard that, too.
+            self.guests[vm].died = true;
+        }
         if was_last && !has_copy {
             if !may && !self.guests[vm].died && !self.is_exempt(vm) && !self.machines[at].is_old {
                 let what = format!(

@@ -32,6 +32,14 @@ impl SitePlant {
     pub(crate) fn opens_any_image(self) -> bool {
         self.site == Some(Plant::OpensAnyImage)
     }
+
+    pub(crate) fn opens_unread_image(self) -> bool {
+        self.site == Some(Plant::OpensUnreadImage)
+    }
+
+    pub(crate) fn opens_unwritten_image(self) -> bool {
+        self.site == Some(Plant::OpensUnwrittenImage)
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]
