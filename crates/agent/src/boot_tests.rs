@@ -149,6 +149,20 @@ async fn one_host_that_knows_as_much_lets_it_boot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_waited_for_room_is_booted_after_a_power_cut_and_one_that_a_person_paused_is_not()
+ {
+    let host = of_two();
+    host.crash_with("full", Power::WaitsForRoom, false);
+    host.crash_with("paused", Power::Paused, false);
+    let served = served(host, answers(None, Some(said_by(Some("b")))), false).await;
+    assert!(runs(&rounds_until(&served, "full", runs).await));
+    served.agent.boot_round().await;
+    assert_eq!((boots(&served, "full"), boots(&served, "paused")), (1, 0));
+    served.end("full");
+    served.end("paused");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn nobody_answers_in_anothers_name() {
     let host = of_two();
     host.crash("web", false);

@@ -341,14 +341,15 @@ impl Records {
         Err(internal("the ownership core came to no end"))
     }
 
-    /// The generation of a VM that should run here; none of one that is off, is paused, or waits for its former host.
+    /// The generation of a VM that should run here; none of one that is off, was paused by a person, or waits
+    /// for its former host.
     pub(crate) fn should_run(&self, vm: &VmName) -> Option<Generation> {
         match self.record(vm)?.phase {
             Phase::Holds {
                 generation,
-                power: Power::On,
+                power,
                 unconfirmed: None,
-            } => Some(generation),
+            } if power.should_run() => Some(generation),
             _ => None,
         }
     }

@@ -164,7 +164,12 @@ impl TestHost {
 
     /// A VM that should run and whose QEMU died, in this boot of the host if `in_this_boot`.
     pub fn crash(&self, name: &str, in_this_boot: bool) {
-        self.hold(name, Power::On);
+        self.crash_with(name, Power::On, in_this_boot);
+    }
+
+    /// The same of one whose record says this.
+    pub fn crash_with(&self, name: &str, power: Power, in_this_boot: bool) {
+        self.hold(name, power);
         std::fs::write(self.run_dir(name).join(STATE), "\"crashed\"").unwrap();
         if in_this_boot {
             self.records().remember_boot(&vm(name), "boot-1").unwrap();

@@ -192,6 +192,8 @@ pub enum Event {
     StopRequested,
     /// Stop the guest where it stands.
     PauseRequested,
+    /// The guest's disk has had no room for so long that it would give the disk up: stop it where it stands until there is some.
+    OutOfRoom,
     /// Let a paused guest run on.
     ResumeRequested,
     /// Source: a migration begins (preflight done, channels up); the guest runs on.
@@ -342,7 +344,7 @@ pub enum Status {
     Running {
         generation: Generation,
     },
-    /// Held here, stopped by request or because the guest halted.
+    /// Held here, stopped by request, because the guest halted, or until its disk has room.
     Paused,
     /// Running here and being moved away.
     Migrating {
@@ -388,6 +390,7 @@ named! {
         StartRequested => "start-requested",
         StopRequested => "stop-requested",
         PauseRequested => "pause-requested",
+        OutOfRoom => "out-of-room",
         ResumeRequested => "resume-requested",
         MigrationBegan => "migration-began",
         SwitchoverRequested => "switchover-requested",
@@ -462,6 +465,7 @@ impl Event {
             Event::StartRequested => EventKind::StartRequested,
             Event::StopRequested => EventKind::StopRequested,
             Event::PauseRequested => EventKind::PauseRequested,
+            Event::OutOfRoom => EventKind::OutOfRoom,
             Event::ResumeRequested => EventKind::ResumeRequested,
             Event::MigrationBegan { .. } => EventKind::MigrationBegan,
             Event::SwitchoverRequested => EventKind::SwitchoverRequested,

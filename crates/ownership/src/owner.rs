@@ -261,17 +261,22 @@ impl VmCore {
         ]
     }
 
-    pub(crate) fn on_pause(&self) -> Reaction {
+    /// Stops the guest where it stands, and writes why. A person's word counts for more than want of room.
+    pub(crate) fn on_pause(&self, why: Power) -> Reaction {
         match &self.state {
             State::Held(Held::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
-                let record = self.holds(Power::Paused);
                 write(
                     State::Held(Held::Paused),
-                    record,
+                    self.holds(why),
                     OnFail::Back(State::Held(Held::Running)),
                     vec![stop],
                 )
+            }
+            State::Held(Held::Paused) if why == Power::Paused && self.waits_for_room() => {
+                let paused = State::Held(Held::Paused);
+                let back = OnFail::Back(paused.clone());
+                write(paused, self.holds(why), back, Vec::new())
             }
             State::Held(Held::Paused) => Ignore("the VM is paused already"),
             State::Leaving(Leaving::Precopy(..)) => {
@@ -287,6 +292,11 @@ impl VmCore {
             State::Given(..) => Refuse(GIVEN),
             State::Coming(_) => Refuse(RECEIVING),
         }
+    }
+
+    /// Whether the record says that the guest stands still until its disk has room.
+    fn waits_for_room(&self) -> bool {
+        self.durable.power() == Some(Power::WaitsForRoom)
     }
 
     pub(crate) fn on_resume(&self) -> Reaction {
@@ -353,6 +363,8 @@ impl VmCore {
             State::Held(Held::Running) => paused(Vec::new()),
             State::Leaving(Leaving::Precopy(with, _)) => paused(self.leave(with, Ending::Failed)),
             State::Leaving(Leaving::Switching(_, a)) => paused(self.leave(&a.with, Ending::Failed)),
+            // It does not go on by itself, whatever room there is.
+            State::Held(Held::Paused) if self.waits_for_room() => paused(Vec::new()),
             State::Held(Held::Paused) => Ignore("the guest is paused already"),
             State::Leaving(Leaving::GiftUncertain(_)) => {
                 Ignore("decided once the journal can be written")
@@ -501,6 +513,7 @@ impl VmCore {
         let (power, run) = match &self.state {
             State::Held(Held::Unconfirmed) => (Power::On, vec![Step::Boot]),
             State::Held(Held::Off) => (Power::Off, Vec::new()),
+            State::Held(Held::Paused) if self.waits_for_room() => (Power::WaitsForRoom, Vec::new()),
             State::Held(Held::Paused) => (Power::Paused, Vec::new()),
             _ => (Power::On, Vec::new()),
         };

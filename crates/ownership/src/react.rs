@@ -2,6 +2,7 @@
 
 use crate::core::VmCore;
 use crate::event::{Event, PeerMessage, Timer};
+use crate::record::Power;
 use crate::state::Reaction;
 use godwit_types::HostName;
 
@@ -18,7 +19,8 @@ impl VmCore {
             Event::DeleteRequested => self.on_delete(),
             Event::StartRequested => self.on_start(),
             Event::StopRequested => self.on_stop(),
-            Event::PauseRequested => self.on_pause(),
+            Event::PauseRequested => self.on_pause(Power::Paused),
+            Event::OutOfRoom => self.on_pause(Power::WaitsForRoom),
             Event::ResumeRequested => self.on_resume(),
             Event::MigrationBegan {
                 migration,

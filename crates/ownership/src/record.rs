@@ -17,7 +17,20 @@ pub enum Power {
     On,
     /// Stopped where it stands (asked for, or the guest panicked): only a request resumes it.
     Paused,
+    /// Stopped where it stands until its disk has room, which nobody asked for: it goes on by itself, and should run also after
+    /// a reboot of the host.
+    WaitsForRoom,
     Off,
+}
+
+impl Power {
+    /// Whether a guest that is gone is to be booted again without anybody's request.
+    pub fn should_run(self) -> bool {
+        match self {
+            Self::On | Self::WaitsForRoom => true,
+            Self::Paused | Self::Off => false,
+        }
+    }
 }
 
 /// Which migration brought a generation, and from where or to where.

@@ -86,21 +86,23 @@ impl VmCore {
             (Power::On, Qemu::Paused) => {
                 go_telling(State::Held(Held::Running), vec![release(), Step::Cont])
             }
-            (Power::On, Qemu::Dead) if planted!(self, BootsWithoutAsking) => {
+            (Power::On | Power::WaitsForRoom, Qemu::Dead) if planted!(self, BootsWithoutAsking) => {
                 go(State::Held(Held::Running), vec![Step::Boot])
             }
-            (Power::On, Qemu::Dead) => match self.unconfirmed() {
+            (Power::On | Power::WaitsForRoom, Qemu::Dead) => match self.unconfirmed() {
                 Some(_) if planted!(self, UnconfirmedBoots) => {
                     go(State::Held(Held::Running), vec![Step::Boot])
                 }
                 Some(_) => go_telling(State::Held(Held::Unconfirmed), Vec::new()),
                 None => go(State::Held(Held::UNASKED), Vec::new()),
             },
-            (Power::Paused, Qemu::Running) => {
+            (Power::Paused | Power::WaitsForRoom, Qemu::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
                 go_telling(State::Held(Held::Paused), vec![stop])
             }
-            (Power::Paused, Qemu::Paused) => go_telling(State::Held(Held::Paused), Vec::new()),
+            (Power::Paused | Power::WaitsForRoom, Qemu::Paused) => {
+                go_telling(State::Held(Held::Paused), Vec::new())
+            }
             (Power::Paused, Qemu::Dead) => {
                 let down = State::Held(Held::Down {
                     reason: "it was paused when its QEMU died",

@@ -300,6 +300,7 @@ impl Names {
             EventKind::StartRequested => Event::StartRequested,
             EventKind::StopRequested => Event::StopRequested,
             EventKind::PauseRequested => Event::PauseRequested,
+            EventKind::OutOfRoom => Event::OutOfRoom,
             EventKind::ResumeRequested => Event::ResumeRequested,
             EventKind::MigrationBegan => Event::MigrationBegan {
                 migration,

@@ -11,6 +11,7 @@ impl fmt::Display for Power {
         f.write_str(match self {
             Self::On => "to run",
             Self::Paused => "paused",
+            Self::WaitsForRoom => "to run once its disk has room",
             Self::Off => "powered off",
         })
     }

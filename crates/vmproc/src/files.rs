@@ -97,7 +97,7 @@ impl Paths {
         self.run.join("pressed.json")
     }
 
-    /// That the guest stands still until its disk has room.
+    /// For which disk the guest stands still until it has room.
     pub(crate) fn waits_for_room(&self) -> PathBuf {
         self.run.join("waits-for-room.json")
     }

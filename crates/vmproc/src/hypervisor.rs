@@ -211,11 +211,8 @@ impl Hyper {
     pub(crate) fn stop(&self, leave: bool) -> Result<Stopped, ApiError> {
         let refused = |error: String| ApiError::new(ErrorCode::Hypervisor, error);
         let stopped = self.disks.rest().and_then(|lives| {
-            if let Some(full) = self.disks.full().filter(|_| leave) {
-                let (disk, path) = (full.disk, full.path);
-                return Err(format!(
-                    "disk '{disk}' is full: what the guest writes waits for room for {path} on this host"
-                ));
+            if leave {
+                self.disks.must_have_room()?;
             }
             if leave && lives.contains(&None) {
                 return Err("QEMU is not connected to all of the guest's disks".to_owned());

@@ -173,8 +173,8 @@ pub(crate) enum Input {
     Measured,
     /// A disk is moved on this host.
     DiskMoved,
-    /// The guest of that QEMU, which stands still until its disk has room, may go on.
-    DiskMayHaveRoom { launch: u64 },
+    /// The guest may go on which stands still until its disk has room, if it is still that wait.
+    DiskMayHaveRoom { wait: u64 },
 }
 
 #[cfg(test)]

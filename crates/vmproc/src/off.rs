@@ -191,7 +191,7 @@ impl Vm {
 
     /// A VM whose guest a person had asked to power off, and whose host went down first, is off.
     pub(crate) fn keep_off_what_was_asked_off(&mut self) {
-        let runs = self.core.record().power() == Some(Power::On);
+        let runs = self.core.record().power().is_some_and(Power::should_run);
         if self.hyper.is_some() || !runs || !self.is_asked_off() {
             return;
         }

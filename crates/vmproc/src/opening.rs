@@ -282,7 +282,7 @@ impl Vm {
             self.stay_off();
         }
         self.keep_off_what_was_asked_off();
-        self.find_waiting_for_room();
+        self.look_for_room();
     }
 }
 

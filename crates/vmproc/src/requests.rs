@@ -39,11 +39,7 @@ impl Vm {
             Now::Stop { force: false } => self.powerdown(),
             Now::PowerOffDead(generation) => self.power_off_dead(generation),
             Now::Reset => self.reset(),
-            Now::Pause => {
-                // From now on by a person's will.
-                self.wait_for_no_room();
-                self.ask_or(Event::PauseRequested, "is paused", "is paused already")
-            }
+            Now::Pause => self.ask_or(Event::PauseRequested, "is paused", "is paused already"),
             Now::Resume => self.ask_or(Event::ResumeRequested, "runs again", "runs already"),
             Now::PrepareIncoming(request) => self.prepare_incoming(*request),
             Now::Migrate(spec) => self.migrate(&spec),
@@ -187,7 +183,7 @@ impl Vm {
     /// can be tried again.
     fn boot_again(&mut self) -> Reply {
         self.keep_off_what_was_asked_off();
-        if self.core.record().power() != Some(Power::On) {
+        if !self.core.record().power().is_some_and(Power::should_run) {
             let message = format!(
                 "VM '{}' does not run by the record of host '{}'",
                 self.config.vm, self.config.host

@@ -2,17 +2,19 @@
 //!
 //! Part of [`Vm`]. A guest whose requests are not answered gives its disk up sooner or later, while one that stands still knows of no
 //! time. What waits is left where the next start of the disk finds it (`vhost`). That the guest stands still for this, and not since
-//! a person paused it, is noted beside QEMU's identity, for a successor. A person's pause counts more, and ends that.
+//! a person paused it, is in its durable record: a successor goes on waiting, and a host that lost its power boots the guest. Which
+//! disk it is, is noted beside QEMU's identity, for people. A person's pause counts more, and ends that.
 //! Refuses: to move a guest whose disk is full to another host.
 
 use crate::disks::FullDisk;
-use crate::faults::patience;
+use crate::faults::{patience, planted};
 use crate::input::Input;
 use crate::vm::Vm;
-use godwit_ownership::{Event, Status};
+use godwit_ownership::{Event, Power, Status};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long a disk may be full before its guest is paused: Windows gives a disk up after 60 s.
@@ -26,7 +28,7 @@ const NOT_AGAIN: Duration = Duration::from_secs(30);
 /// How often the disks are asked.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Why a guest stands still.
+/// Which disk a guest stands still for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WaitsForRoom {
@@ -36,21 +38,42 @@ pub(crate) struct WaitsForRoom {
     path: String,
 }
 
+impl WaitsForRoom {
+    fn full(&self) -> FullDisk {
+        FullDisk {
+            disk: self.disk.clone(),
+            path: self.path.clone(),
+        }
+    }
+}
+
+/// A wait for room that is under way. Whoever watches for it ends with it.
+#[derive(Debug)]
+struct Wait {
+    number: u64,
+    _is_on: Arc<()>,
+}
+
 /// What the VM's thread knows of it.
 #[derive(Debug, Default)]
 pub(crate) struct Room {
-    waits: Option<WaitsForRoom>,
+    wait: Option<Wait>,
+    /// How many there were: what is found for an earlier one says nothing of a later.
+    waits: u64,
+    /// Which disk it is for, where that is known.
+    full: Option<WaitsForRoom>,
     looked: Option<Instant>,
     went_on: Option<Instant>,
     not_paused: Option<Instant>,
 }
 
 impl Vm {
-    /// Pauses a guest whose disk has been full for long.
+    /// Pauses a guest whose disk has been full for long, and looks after one that is.
     pub(crate) fn look_for_room(&mut self) {
-        let is_paused = matches!(self.status, Status::Paused);
-        if self.room.waits.is_some() && !is_paused {
-            self.wait_for_no_room();
+        match (self.waits_for_room(), &self.room.wait) {
+            (true, None) => self.begin_to_wait(),
+            (false, Some(_)) => self.wait_no_more(),
+            _ => {}
         }
         let runs = matches!(self.status, Status::Running { .. });
         if !runs || self.migration.is_some() || self.unsure.is_some() {
@@ -66,110 +89,134 @@ impl Vm {
             true => PATIENCE_AGAIN,
             false => patience(PATIENCE),
         };
-        if let Some(full) = full.filter(|full| full.waits >= most) {
+        if let Some((full, _)) = full.filter(|(_, waits)| *waits >= most) {
             self.pause_for_room(full);
         }
+    }
+
+    /// Whether the guest stands still until its disk has room: as its record says, which a person's pause changes.
+    fn waits_for_room(&self) -> bool {
+        let is_paused = matches!(self.status, Status::Paused);
+        is_paused && self.core.record().power() == Some(Power::WaitsForRoom)
     }
 
     fn pause_for_room(&mut self, full: FullDisk) {
         let Some(launch) = self.hyper.as_ref().map(|hyper| hyper.identity.launch) else {
             return;
         };
-        let FullDisk { disk, path, .. } = full;
+        let FullDisk { disk, path } = full;
         tracing::warn!(disk, path, "the guest is paused until its disk has room");
-        let waits = WaitsForRoom { launch, disk, path };
-        // First: one that is paused must go on again.
-        let noted = save_json(&self.paths.waits_for_room(), &waits);
-        if let Err(error) = &noted {
-            tracing::warn!(%error, "the guest is not paused, since the note that it waits for room cannot be written");
-        } else {
-            self.feed(Event::PauseRequested);
+        let full = WaitsForRoom { launch, disk, path };
+        if let Err(error) = save_json(&self.paths.waits_for_room(), &full) {
+            tracing::warn!(%error, "a successor of this process will not know which disk the guest waits for");
         }
-        if matches!(self.status, Status::Paused) {
-            self.begin_to_wait(waits);
+        self.room.full = Some(full);
+        self.feed(match planted("room-wait-not-on-record") {
+            true => Event::PauseRequested,
+            false => Event::OutOfRoom,
+        });
+        if self.waits_for_room() {
+            self.begin_to_wait();
         } else {
             self.room.not_paused = Some(Instant::now());
-            self.wait_for_no_room();
+            self.wait_no_more();
         }
     }
 
-    fn begin_to_wait(&mut self, waits: WaitsForRoom) {
-        let (inputs, launch) = (self.inputs.clone(), waits.launch);
-        self.room.waits = Some(waits);
-        let found = move || {
-            let _ = inputs.send(Input::DiskMayHaveRoom { launch });
+    /// Has it watched whether there is room. Tried again with the next look where that cannot be begun.
+    fn begin_to_wait(&mut self) {
+        let Some(hyper) = &self.hyper else {
+            return;
         };
-        let watched = self
-            .hyper
-            .as_ref()
-            .map(|hyper| hyper.disks.watch_room(found));
-        if let Some(Err(error)) = watched {
-            tracing::error!(%error, "the guest does not go on by itself when there is room: resume it then");
+        let launch = hyper.identity.launch;
+        if self.room.full.is_none() {
+            let noted = load_json::<WaitsForRoom>(&self.paths.waits_for_room());
+            let noted = noted.unwrap_or_else(|error| {
+                tracing::warn!(%error, "which disk the guest waits for cannot be read");
+                None
+            });
+            self.room.full = noted.filter(|noted| noted.launch == launch);
         }
-    }
-
-    /// What a predecessor's guest stands still for.
-    pub(crate) fn find_waiting_for_room(&mut self) {
-        let launch = self.hyper.as_ref().map(|hyper| hyper.identity.launch);
-        let found = load_json::<WaitsForRoom>(&self.paths.waits_for_room());
-        let found = found.unwrap_or_else(|error| {
-            tracing::warn!(%error, "whether the guest waits for room on its disk cannot be read");
-            None
-        });
-        let waits = found.filter(|waits| Some(waits.launch) == launch);
-        match waits.filter(|_| matches!(self.status, Status::Paused)) {
-            Some(waits) => self.begin_to_wait(waits),
-            None => self.wait_for_no_room(),
+        self.room.waits += 1;
+        let (number, is_on) = (self.room.waits, Arc::new(()));
+        let inputs = self.inputs.clone();
+        let found = move || {
+            let _ = inputs.send(Input::DiskMayHaveRoom { wait: number });
+        };
+        match hyper.disks.watch_room(Arc::downgrade(&is_on), found) {
+            Ok(()) => {
+                self.room.wait = Some(Wait {
+                    number,
+                    _is_on: is_on,
+                });
+            }
+            Err(error) => {
+                tracing::error!(%error, "it is not watched yet whether the guest's disk has room");
+            }
         }
     }
 
     /// It is worth trying whether its disk has room.
-    pub(crate) fn may_have_room(&mut self, launch: u64) {
-        let waits = self.room.waits.clone();
-        let Some(waits) = waits.filter(|waits| waits.launch == launch) else {
-            return;
-        };
-        if !matches!(self.status, Status::Paused) {
+    pub(crate) fn may_have_room(&mut self, wait: u64) {
+        let is_meant = self
+            .room
+            .wait
+            .as_ref()
+            .is_some_and(|now| now.number == wait);
+        if !is_meant || !self.waits_for_room() {
             return;
         }
         tracing::info!("the guest's disk may have room: the guest goes on");
         self.room.went_on = Some(Instant::now());
+        // One that cannot go on waits again: its record may be on the same full file system.
+        self.room.wait = None;
         self.feed(Event::ResumeRequested);
-        if matches!(self.status, Status::Paused) {
-            // Its record may be on the same full file system. The note is there until the guest runs.
-            self.begin_to_wait(waits);
-        }
     }
 
     /// Whatever the guest stands still for from now on, it is not that.
-    pub(crate) fn wait_for_no_room(&mut self) {
-        self.room.waits = None;
+    pub(crate) fn wait_no_more(&mut self) {
+        (self.room.wait, self.room.full) = (None, None);
         if let Err(error) = remove_document(&self.paths.waits_for_room()) {
-            tracing::warn!(%error, "a note that the guest waits for room is left");
+            tracing::warn!(%error, "a note of which disk the guest waits for is left");
         }
     }
 
     /// Why a guest stands still that nobody paused.
     pub(crate) fn waits_for_room_note(&self) -> Option<String> {
-        let WaitsForRoom { disk, path, .. } = self.room.waits.as_ref()?;
+        if !self.waits_for_room() {
+            return None;
+        }
         let vm = &self.config.vm;
-        Some(format!(
-            "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm}', and it goes on by itself"
-        ))
+        Some(match &self.room.full {
+            Some(WaitsForRoom { disk, path, .. }) => format!(
+                "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm}', and it goes on by itself"
+            ),
+            None => format!(
+                "disk-full: the guest is paused until its disks have room: make some, or move them with 'godwit vm move-disk {vm}', and it goes on by itself"
+            ),
+        })
     }
 
     /// What waits for room would stay here.
     pub(crate) fn refuse_while_full(&self) -> Result<(), ApiError> {
-        let full = self.hyper.as_ref().and_then(|hyper| hyper.disks.full());
-        let waits = self.room.waits.as_ref();
-        let waits = waits.map(|waits| (waits.disk.clone(), waits.path.clone()));
-        let Some((disk, path)) = full.map(|full| (full.disk, full.path)).or(waits) else {
-            return Ok(());
+        let refused = |message| {
+            let error = ApiError::new(ErrorCode::WrongState, message);
+            Err(error.on_host(&self.config.host))
         };
-        let (vm, host) = (&self.config.vm, &self.config.host);
-        let message = format!(
-            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm}'"
-        );
-        Err(ApiError::new(ErrorCode::WrongState, message).on_host(host))
+        if let Some(note) = self.waits_for_room_note() {
+            return match &self.room.full {
+                Some(noted) => refused(noted.full().keeps_its_guest(&self.config)),
+                None => refused(note),
+            };
+        }
+        let room = self
+            .hyper
+            .as_ref()
+            .map(|hyper| hyper.disks.must_have_room());
+        room.unwrap_or(Ok(())).or_else(refused)
     }
 }
+
+#[cfg(test)]
+#[path = "room_tests.rs"]
+mod tests;

@@ -244,7 +244,7 @@ impl Vm {
             }
             Input::Measured => self.measuring = None,
             Input::DiskMoved => self.follow_disks(),
-            Input::DiskMayHaveRoom { launch } => self.may_have_room(launch),
+            Input::DiskMayHaveRoom { wait } => self.may_have_room(wait),
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();
                 let Some(migration) = migration.filter(|migration| migration.run == run) else {

@@ -394,9 +394,7 @@ impl Host {
             21 => Event::Timeout(Timer::Switchover),
             22 => Event::Timeout(Timer::Ask),
             23 => Event::Cancel,
-            24 => [Event::GuestShutdown, Event::GuestHalted, Event::GuestReset]
-                .into_iter()
-                .nth(usize::from(decisions.byte() % 3))?,
+            24 => guest_event(decisions.byte())?,
             25 => Event::QemuDied,
             26 => Event::OperatorResolve {
                 run_here: decisions.byte() & 1 == 0,
@@ -484,6 +482,18 @@ pub fn core_seeds() -> Vec<Vec<u8>> {
         lost,
         received,
     ]
+}
+
+/// What a guest does by itself.
+fn guest_event(which: u8) -> Option<Event> {
+    let all = [
+        Event::GuestShutdown,
+        Event::GuestHalted,
+        Event::GuestReset,
+        Event::OutOfRoom,
+    ];
+    let count = all.len();
+    all.into_iter().nth(usize::from(which) % count)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The core from outside: the table is complete, the main paths go as described.
 
+mod room;
 mod surveys;
 
 use surveys::{absent_at, prepare};

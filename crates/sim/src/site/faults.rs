@@ -4,7 +4,7 @@
 
 use super::model::{Backup, Cut, Happening, Machine, MachineId, Slot};
 use super::world::Site;
-use godwit_ownership::{Event, StateName};
+use godwit_ownership::{Event, Power, StateName};
 
 macro_rules! faults {
     ($($fault:ident => $often:literal, $name:literal),+ $(,)?) => {
@@ -52,6 +52,7 @@ faults! {
     WipeRun => 300, "run directory wiped",
     GuestShutdown => 300, "guest shut down",
     GuestHalts => 300, "guest halted",
+    DiskFull => 300, "disk full, or not any more",
     Cancel => 300, "migration cancelled",
     RestoreDatabase => 250, "controller's database restored from an old copy",
     SecondController => 150, "restored controller beside the old one",
@@ -103,6 +104,7 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::WipeRun,
     SiteFault::GuestShutdown,
     SiteFault::GuestHalts,
+    SiteFault::DiskFull,
     SiteFault::Cancel,
     SiteFault::RestoreDatabase,
     SiteFault::SecondController,
@@ -227,6 +229,7 @@ impl Site {
             SiteFault::WipeRun => self.wipe_run(at),
             SiteFault::GuestShutdown => self.guest_does(at, vm, Event::GuestShutdown),
             SiteFault::GuestHalts => self.guest_does(at, vm, Event::GuestHalted),
+            SiteFault::DiskFull => self.room_changes(at, vm),
             SiteFault::Cancel => {
                 self.feed(at, vm, Event::Cancel);
                 self.machines[at].slots[vm].process.is_some()
@@ -252,6 +255,7 @@ impl Site {
                 | SiteFault::StopProcess
                 | SiteFault::GuestShutdown
                 | SiteFault::GuestHalts
+                | SiteFault::DiskFull
                 | SiteFault::Cancel
         );
         let mut machines = 0..self.machines.len();
@@ -407,6 +411,19 @@ impl Site {
             self.guests[vm].died = true;
         }
         self.guests[vm].is_on = false;
+        self.feed(at, vm, event);
+        true
+    }
+
+    /// A guest's disk is full, or it waited for room and there is some.
+    fn room_changes(&mut self, at: MachineId, vm: usize) -> bool {
+        let Some(process) = self.process(at, vm) else {
+            return false;
+        };
+        let event = match process.core.record().power() {
+            Some(Power::WaitsForRoom) => Event::ResumeRequested,
+            _ => Event::OutOfRoom,
+        };
         self.feed(at, vm, event);
         true
     }

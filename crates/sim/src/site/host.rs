@@ -8,7 +8,7 @@ use super::model::{
     Agent, Ask, Caller, Ground, Happening, MachineId, Packet, Place, Reply, VmId, Waits,
 };
 use super::world::Site;
-use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, Status};
+use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, StateName, Status};
 use godwit_site::{Heard, HostSite, Judged, claim_of};
 use godwit_types::Generation;
 use godwit_types::site::{
@@ -487,7 +487,7 @@ impl Site {
 fn wishes(core: &godwit_ownership::VmCore) -> Option<Generation> {
     let record = core.record();
     let is_on = match &record.phase {
-        Phase::Holds { power, .. } => *power == Power::On,
+        Phase::Holds { power, .. } => power.should_run(),
         Phase::Stopping { .. } => true,
         _ => false,
     };

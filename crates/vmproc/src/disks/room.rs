@@ -7,10 +7,12 @@
 use super::Disks;
 use super::served::Served;
 use crate::adoption::lock;
+use crate::faults::planted;
+use godwit_types::host_api::VmProcessConfig;
 use rustix::fs::statvfs;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// How often the file systems are looked at.
@@ -25,39 +27,62 @@ const IN_ANY_CASE: Duration = Duration::from_secs(60);
 pub(crate) struct FullDisk {
     pub disk: String,
     pub path: String,
-    pub waits: Duration,
+}
+
+impl FullDisk {
+    /// Why its guest is not moved to another host: what waits for room would stay here.
+    pub(crate) fn keeps_its_guest(&self, config: &VmProcessConfig) -> String {
+        let (VmProcessConfig { vm, host, .. }, Self { disk, path, .. }) = (config, self);
+        format!(
+            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm}'"
+        )
+    }
 }
 
 /// Where an image is, and how many bytes its file system has left.
 type Room = (String, u64);
 
 impl Disks {
-    /// The one that has been full for longest.
-    pub(crate) fn full(&self) -> Option<FullDisk> {
+    /// The one that has been full for longest, and for how long.
+    pub(crate) fn full(&self) -> Option<(FullDisk, Duration)> {
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
         let all = disks.iter().zip(&what.disks);
         let full = all.filter_map(|(disk, spec)| {
             let status = disk.as_ref()?.status().ok()?;
-            Some(FullDisk {
+            let full = FullDisk {
                 disk: spec.name.clone(),
                 path: spec.path.clone(),
-                waits: status.full_for?,
-            })
+            };
+            Some((full, status.full_for?))
         });
-        full.max_by_key(|full| full.waits)
+        full.max_by_key(|(_, waits)| *waits)
     }
 
-    /// Has `found` called once it is worth trying whether there is room again.
-    pub(crate) fn watch_room(&self, found: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    /// Refuses to have the guest leave this host while one of them is full.
+    pub(crate) fn must_have_room(&self) -> Result<(), String> {
+        match self.full() {
+            Some((full, _)) => Err(full.keeps_its_guest(&self.0.config)),
+            None => Ok(()),
+        }
+    }
+
+    /// Has `found` called once it is worth trying whether there is room again, unless `wait` was dropped before.
+    pub(crate) fn watch_room(
+        &self,
+        wait: Weak<()>,
+        found: impl FnOnce() + Send + 'static,
+    ) -> io::Result<()> {
         let served = Arc::downgrade(&self.0);
         let work = move || {
             let until = Instant::now() + IN_ANY_CASE;
             let mut least = Vec::new();
             while let Some(served) = served.upgrade() {
-                if served.has_ended.load(Ordering::SeqCst) {
+                let is_over = wait.strong_count() == 0;
+                if is_over || served.has_ended.load(Ordering::SeqCst) {
                     return;
                 }
-                if has_more(&mut least, served.rooms()) || Instant::now() >= until {
+                let is_worth_it = has_more(&mut least, served.rooms()) || Instant::now() >= until;
+                if is_worth_it || planted("room-not-awaited") {
                     return found();
                 }
                 drop(served);
