@@ -369,6 +369,10 @@ impl Slot {
                 Next::Again
             }
             Errno::OPNOTSUPP if allocates && !self.syncing => Next::Ended(Outcome::Unsupported),
+            // The kernel tells once that data which it had taken is lost. Tried again this would seem to succeed.
+            Errno::NOSPC | Errno::DQUOT if self.syncing || self.request.work == Work::Flush => {
+                Next::Ended(Outcome::Failed(Errno::IO))
+            }
             error => Next::Ended(Outcome::Failed(error)),
         }
     }
@@ -511,4 +515,33 @@ fn allocate(fd: types::Fd, range: &std::ops::Range<u64>, mode: libc::c_int) -> E
         .offset(range.start)
         .mode(mode | libc::FALLOC_FL_KEEP_SIZE)
         .build()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sync_that_found_no_room_is_an_error_like_any_other_and_a_write_can_be_tried_again() {
+        let cases = [
+            (Work::Flush, false, Errno::IO),
+            (Work::Discard(0..512), true, Errno::IO),
+            (Work::Discard(0..512), false, Errno::NOSPC),
+            (Work::Write(0..512), false, Errno::NOSPC),
+        ];
+        for (work, syncing, expected) in cases {
+            let mut slot = Slot {
+                request: Request::new(work, Data::None, 0, Instant::now()),
+                bounce: None,
+                done: 0,
+                rest: Vec::new(),
+                syncing,
+                tries: TRIES,
+            };
+            match slot.failed(Errno::NOSPC) {
+                Next::Ended(Outcome::Failed(error)) => assert_eq!(error, expected),
+                _ => panic!("{:?} goes on", slot.request.work),
+            }
+        }
+    }
 }

@@ -5,7 +5,6 @@
 //!
 //! What it refuses: a second front end while one is connected or requests of the last one are under way.
 
-use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -13,13 +12,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use godwit_blockio::{Access, Engine, Event, Filter, Image, Request, Stack};
+use godwit_blockio::{Access, Engine, Event, Filter, Image, Stack};
 use godwit_guestmem::{DeviceMemory, RamFile};
 
 use crate::Error;
 use crate::block::Geometry;
 use crate::connection::Connection;
-use crate::full::has_no_room;
+use crate::full::Full;
 use crate::handle::{Command, Status};
 use crate::handover::Handover;
 use crate::listener::Listener;
@@ -105,13 +104,7 @@ pub(crate) struct Device {
     first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
-    /// Writes for which the image has no room; they are tried again, and nothing new is taken meanwhile.
-    pub(crate) parked: VecDeque<Request>,
-    /// Whether one of them is being tried.
-    pub(crate) is_probing: bool,
-    pub(crate) try_parked_at: Option<Instant>,
-    /// Since when writes wait for room without a break.
-    pub(crate) full_since: Option<Instant>,
+    pub(crate) full: Full,
     pub(crate) held: bool,
     /// How many want that nothing goes to the image, to change what is below the guest's requests.
     pub(crate) stands: usize,
@@ -162,10 +155,7 @@ impl Device {
             told_size: false,
             first: 0,
             opens_at: None,
-            parked: VecDeque::new(),
-            is_probing: false,
-            try_parked_at: None,
-            full_since: None,
+            full: Full::default(),
             held: false,
             stands: 0,
             has_image: settings.has_image,
@@ -315,8 +305,7 @@ impl Device {
         }
         self.queues.iter_mut().for_each(Queue::forget);
         // As what is under way: the in-flight area has them.
-        self.parked.clear();
-        (self.is_probing, self.try_parked_at, self.full_since) = (false, None, None);
+        self.full = Full::default();
         self.connection = None;
         self.back_channel = None;
         self.ending = None;
@@ -394,7 +383,12 @@ impl Device {
     /// The queue that is looked at first is another one each time, so that none with many requests keeps the others out.
     fn take_all(&mut self) -> bool {
         let now = Instant::now();
-        let takes = self.has_image && !self.held && self.stands == 0 && !self.is_full();
+        if !self.has_image {
+            // Another may have it: also what was under way before waits.
+            self.opens_at = None;
+            return false;
+        }
+        let takes = !self.held && self.stands == 0 && !self.full.is_full();
         let count = self.queues.len();
         let mut more = false;
         for turn in 0..count {
@@ -418,17 +412,14 @@ impl Device {
         while let Some((request, outcome)) = self.stack.finished() {
             did = true;
             let token = request.token;
-            let (life, number) = ((token >> 32) as u16, (token >> 16) as u16);
-            if life != self.guest.life {
+            if (token >> 32) as u16 != self.guest.life {
                 continue;
             }
-            if has_no_room(outcome) && self.may_park(number) {
+            if self.parks(&request, outcome) {
                 self.park(request);
                 continue;
             }
-            if self.is_probing {
-                self.let_parked_go();
-            }
+            self.let_parked_go(token);
             self.answer_request(&request, outcome);
         }
         did
@@ -466,7 +457,7 @@ impl Device {
         };
         let index = number as usize;
         let is_done = self.queues.get(index).is_none_or(Queue::is_done);
-        if !is_done && !self.only_waits_for_room(index) {
+        if !is_done && !self.only_waits(index) {
             return;
         }
         self.ending = None;
@@ -486,11 +477,11 @@ impl Device {
         }
     }
 
-    /// Whether nothing of the guest's is under way, and nothing left to be carried out again but what waits for room.
+    /// Whether nothing of the guest's is under way, and nothing left to be carried out again but what waits for room, or
+    /// for the image.
     fn is_idle(&self) -> bool {
         let mut all = self.queues.iter().enumerate();
-        let is_done =
-            |(number, queue): (usize, &Queue)| queue.is_done() || self.only_waits_for_room(number);
+        let is_done = |(number, queue): (usize, &Queue)| queue.is_done() || self.only_waits(number);
         self.stack.under_way() == 0 && all.all(is_done)
     }
 
@@ -556,7 +547,7 @@ impl Device {
         Status {
             connected: self.connection.is_some(),
             life: self.guest.life,
-            full_for: self.full_since.map(|since| since.elapsed()),
+            full_for: self.full.longest(),
             mute_for: self.mute_since.map(|since| since.elapsed()),
             running: self.queues.iter().filter(|queue| queue.runs()).count(),
             under_way: self.stack.under_way(),

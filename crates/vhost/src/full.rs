@@ -1,101 +1,159 @@
 //! An image whose file system has no room left: the guest's requests wait until it has.
 //!
 //! Part of [`Device`]. An error would make the guest's file system read-only or worse, and there is no status for 'full' in
-//! virtio. A queue that is to end meanwhile, since its guest is stopped, leaves what waits in the in-flight area: it is carried out
-//! when the queue begins again, by whoever has the disk then. A guest that is reset begins with another area. Refuses: to
-//! keep QEMU waiting for a queue that is to end.
+//! virtio. A queue that is to end meanwhile, since its guest is stopped, leaves what
+//! waits in the in-flight area: it is carried out when the queue begins again, by whoever has the disk then. A guest that is reset
+//! begins with another area. Refuses: to keep QEMU waiting for a queue that is to end, and to let a flush wait: one that failed has
+//! been told of data that is lost, and tried again it would seem to succeed.
 
-use std::time::Instant;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use godwit_blockio::{Outcome, Request};
+use godwit_types::plant::planted;
 use rustix::io::Errno;
 
 use crate::disk::{AGAIN, Device};
 
-impl Device {
-    /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
-    pub(crate) fn park(&mut self, request: Request) {
-        let now = Instant::now();
-        if self.full_since.is_none() {
-            self.full_since = Some(now);
-            if self.is_time_to_tell() {
-                tracing::warn!(
-                    disk = self.name,
-                    "the image has no room left: the guest's requests wait until it has"
-                );
-            }
-        }
-        self.parked.push_back(request);
-        self.is_probing = false;
-        self.try_parked_at = Some(now + AGAIN);
-    }
+/// What a disk knows of requests for which its image had no room.
+#[derive(Default)]
+pub(crate) struct Full {
+    /// They are tried again, and nothing new is taken meanwhile.
+    parked: VecDeque<Request>,
+    /// The one of them that is being tried.
+    probe: Option<u64>,
+    try_at: Option<Instant>,
+    /// Since when each waits that is not answered, also one that is under way again.
+    since: BTreeMap<u64, Instant>,
+}
 
-    /// Whether a request waits for room, which has to be somewhere if its queue ends: nowhere but in the in-flight area.
-    pub(crate) fn may_park(&self, number: u16) -> bool {
-        self.guest.inflight.is_some() || !self.is_ending(number)
-    }
-
-    /// Tries one of them when it is time, and all others once it was done. One that cannot be left anywhere gets an error when its
-    /// queue is to end.
-    pub(crate) fn try_parked(&mut self) {
-        let now = Instant::now();
-        for _ in 0..self.parked.len() {
-            let Some(request) = self.parked.pop_front() else {
-                break;
-            };
-            if self.may_park(queue_of(&request)) {
-                self.parked.push_back(request);
-            } else {
-                self.answer_request(&request, Outcome::Failed(Errno::NOSPC));
-            }
-        }
-        let is_time = self.tries_parked_at().is_some_and(|at| at <= now);
-        if is_time && let Some(request) = self.parked.pop_front() {
-            (self.is_probing, self.try_parked_at) = (true, None);
-            self.stack.submit(request, now);
-        }
-        self.look_whether_full();
-    }
-
-    /// When one of them is tried; not while the disk is to rest.
-    pub(crate) fn tries_parked_at(&self) -> Option<Instant> {
-        let rests = self.stands > 0 || self.held || self.ending.is_some();
-        self.try_parked_at.filter(|_| !rests)
-    }
-
-    /// There is room again: what waits goes on before anything new is taken.
-    pub(crate) fn let_parked_go(&mut self) {
-        (self.is_probing, self.full_since) = (false, None);
-        let now = Instant::now();
-        for request in std::mem::take(&mut self.parked) {
-            self.stack.submit(request, now);
-        }
+impl Full {
+    /// How long the one that has waited for longest does.
+    pub(crate) fn longest(&self) -> Option<Duration> {
+        self.since.values().min().map(Instant::elapsed)
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        self.is_probing || !self.parked.is_empty()
+        self.probe.is_some() || !self.parked.is_empty()
     }
 
-    /// What waited may have been answered or left.
-    fn look_whether_full(&mut self) {
+    fn of_queue(&self, number: usize) -> usize {
+        let all = self.parked.iter();
+        all.filter(|request| usize::from(queue_of(request.token)) == number)
+            .count()
+    }
+
+    /// Where none waits nothing is to be tried.
+    fn settle(&mut self) {
         if !self.is_full() {
-            (self.full_since, self.try_parked_at) = (None, None);
+            self.try_at = None;
+        }
+    }
+}
+
+impl Device {
+    /// Whether a request is to wait for room, and not to fail. Its queue may end, so it has to be somewhere then: nowhere but in
+    /// the in-flight area.
+    pub(crate) fn parks(&self, request: &Request, outcome: Outcome) -> bool {
+        let waits = request.work.changes() && has_no_room(outcome);
+        waits && self.may_park(queue_of(request.token))
+    }
+
+    fn may_park(&self, number: u16) -> bool {
+        self.guest.inflight.is_some() || !self.is_ending(number)
+    }
+
+    /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
+    pub(crate) fn park(&mut self, request: Request) {
+        let now = Instant::now();
+        if self.full.since.is_empty() && self.is_time_to_tell() {
+            tracing::warn!(
+                disk = self.name,
+                "the image has no room left: the guest's requests wait until it has"
+            );
+        }
+        let full = &mut self.full;
+        full.since.entry(request.token).or_insert(now);
+        if full.probe == Some(request.token) {
+            full.probe = None;
+        }
+        full.try_at = Some(now + AGAIN);
+        full.parked.push_back(request);
+    }
+
+    /// Tries one of them when it is time, and all others once it was done.
+    pub(crate) fn try_parked(&mut self) {
+        if self.ending.is_some() && self.guest.inflight.is_none() {
+            self.fail_parked();
+        }
+        let now = Instant::now();
+        let is_time = self.tries_parked_at().is_some_and(|at| at <= now);
+        if is_time && let Some(request) = self.full.parked.pop_front() {
+            (self.full.probe, self.full.try_at) = (Some(request.token), None);
+            self.stack.submit(request, now);
         }
     }
 
-    /// Whether all that is unanswered of a queue waits for room, and stands in the in-flight area.
-    pub(crate) fn only_waits_for_room(&self, number: usize) -> bool {
-        let waits = |request: &&Request| usize::from(queue_of(request)) == number;
-        let waiting = self.parked.iter().filter(waits).count();
-        let queue = self.queues.get(number);
-        self.guest.inflight.is_some() && queue.is_some_and(|queue| queue.unanswered() == waiting)
+    /// Those get an error that cannot be left anywhere when their queue ends.
+    fn fail_parked(&mut self) {
+        let all = std::mem::take(&mut self.full.parked);
+        let (kept, failed): (VecDeque<_>, VecDeque<_>) = all
+            .into_iter()
+            .partition(|request| self.may_park(queue_of(request.token)));
+        self.full.parked = kept;
+        for request in failed {
+            self.answer_request(&request, Outcome::Failed(Errno::NOSPC));
+        }
+        self.full.settle();
+    }
+
+    /// When one of them is tried; not while the disk is to rest, or its image is not its own.
+    pub(crate) fn tries_parked_at(&self) -> Option<Instant> {
+        let rests = self.stands > 0 || self.held || self.ending.is_some() || !self.has_image;
+        self.full.try_at.filter(|_| !rests)
+    }
+
+    /// A request has ended otherwise than for want of room. Where it is the one that was tried there is room again: what waits goes
+    /// on before anything new is taken.
+    pub(crate) fn let_parked_go(&mut self, ended: u64) {
+        if self.full.probe != Some(ended) {
+            return;
+        }
+        (self.full.probe, self.full.try_at) = (None, None);
+        let now = Instant::now();
+        for request in std::mem::take(&mut self.full.parked) {
+            self.stack.submit(request, now);
+        }
+    }
+
+    /// Whether all that is unanswered of a queue stands in the in-flight area and is not carried out: it waits for room, or for
+    /// the image.
+    pub(crate) fn only_waits(&self, number: usize) -> bool {
+        let Some(queue) = self.queues.get(number) else {
+            return false;
+        };
+        let left_over = match self.has_image {
+            true => 0,
+            false => queue.left_over(),
+        };
+        let waiting = self.full.of_queue(number) + left_over;
+        self.guest.inflight.is_some() && queue.unanswered() == waiting
     }
 
     /// A queue ends: what waits for room is left in the in-flight area.
     pub(crate) fn leave_parked(&mut self, number: usize) {
-        self.parked
-            .retain(|request| usize::from(queue_of(request)) != number);
-        self.look_whether_full();
+        let stays = |token: u64| usize::from(queue_of(token)) != number;
+        if planted("parked-request-lost")
+            && let (Some(inflight), Some(queue)) = (&self.guest.inflight, self.queues.get(number))
+        {
+            let left = self.full.parked.iter().map(|request| request.token);
+            for token in left.filter(|token| !stays(*token)) {
+                inflight.answered(queue.number(), token as u16, queue.next());
+            }
+        }
+        self.full.parked.retain(|request| stays(request.token));
+        self.full.since.retain(|token, _| stays(*token));
+        self.full.settle();
     }
 
     /// Requests that were left in the in-flight area when their queue ended.
@@ -108,7 +166,8 @@ impl Device {
     }
 
     pub(crate) fn answer_request(&mut self, request: &Request, outcome: Outcome) {
-        let (number, head) = (queue_of(request), request.token as u16);
+        let (number, head) = (queue_of(request.token), request.token as u16);
+        self.full.since.remove(&request.token);
         let queue = self.queues.get_mut(usize::from(number));
         let answered = queue.map(|queue| queue.finished(head, outcome, &self.guest));
         if let Some(Err(error)) = answered {
@@ -116,16 +175,16 @@ impl Device {
         }
     }
 
-    pub(crate) fn is_ending(&self, number: u16) -> bool {
+    fn is_ending(&self, number: u16) -> bool {
         let queue = self.queues.get(usize::from(number));
         queue.is_none_or(|queue| queue.ending)
     }
 }
 
-fn queue_of(request: &Request) -> u16 {
-    (request.token >> 16) as u16
+fn queue_of(token: u64) -> u16 {
+    (token >> 16) as u16
 }
 
-pub(crate) fn has_no_room(outcome: Outcome) -> bool {
+fn has_no_room(outcome: Outcome) -> bool {
     matches!(outcome, Outcome::Failed(Errno::NOSPC | Errno::DQUOT))
 }

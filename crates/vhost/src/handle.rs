@@ -46,8 +46,8 @@ pub struct Status {
     pub connected: bool,
     /// How many connections were ended before this one.
     pub life: u16,
-    /// How long writes have been waiting for room on the image's file system, if they do. Those of a guest that stands still are not
-    /// tried.
+    /// How long the write that has waited for longest for room on the image's file system does, if one does. Those of a guest that
+    /// stands still are not tried.
     pub full_for: Option<Duration>,
     /// How long QEMU has been connected without a word. A new one says much at once. Version 7.2 says nothing before it
     /// starts the disk, if it connects again to one that was not started.

@@ -159,6 +159,11 @@ impl Queue {
         self.under_way + self.left_over.len()
     }
 
+    /// Those that are to be carried out again.
+    pub(crate) fn left_over(&self) -> usize {
+        self.left_over.len()
+    }
+
     /// Whether the ring may end: nothing is under way, and nothing left to be carried out again that can be.
     pub(crate) fn is_done(&self) -> bool {
         self.under_way == 0 && (self.left_over.is_empty() || self.broken || !self.runs())

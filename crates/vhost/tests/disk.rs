@@ -2,10 +2,13 @@
 
 mod common;
 
-use common::{GUEST, Gate, LONG, Site, into, out, pair, places, wait_until, without_room};
+use common::{
+    FrontEnd, GUEST, Gate, LONG, Site, into, out, pair, places, wait_until, without_room,
+};
 use godwit_blockio::filters::{Fault, Limits, Throttle};
-use godwit_vhost::Error;
+use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
 use godwit_vhost::block::Geometry;
+use godwit_vhost::{Disk, Error};
 use rustix::io::Errno;
 use std::time::Duration;
 
@@ -411,6 +414,69 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
     assert_eq!((site.status(0), site.status(1)), (0, 0));
     assert!(disk.status().unwrap().full_for.is_none());
     assert_eq!((site.content()[0], site.content()[512]), (1, 1));
+}
+
+#[test]
+fn a_disk_that_ends_one_request_is_full_for_as_long_as_another_waits() {
+    let site = Site::new(MIB);
+    let (disk, mut guest, faults) = without_both(&site);
+    let long = Some(Duration::from_millis(1200));
+    wait_until(&disk, |status| status.full_for > long);
+    let before = disk.status().unwrap().full_for;
+    faults.fail_only_at(0);
+    guest.wait(1);
+    assert_eq!((site.status(0), site.status(1)), (77, 0));
+    assert!(
+        disk.status().unwrap().full_for >= before,
+        "it never was not full"
+    );
+    faults.fail_writes(0, Errno::NOSPC);
+    guest.wait(0);
+    assert!(disk.status().unwrap().full_for.is_none());
+}
+
+/// A disk for whose guest's writes to its first two sectors, in two queues, there is no room.
+fn without_both(site: &Site) -> (Disk, FrontEnd, Fault) {
+    let (gate, faults) = (Gate::default(), Fault::default());
+    let mut filters = gate.filters();
+    filters.push(Box::new(faults.clone()));
+    let disk = site.disk(filters);
+    let mut guest = site.guest();
+    faults.fail_writes(u64::MAX, Errno::NOSPC);
+    for number in 0..2 {
+        guest.submit(
+            number as usize,
+            &site.write_of(number, number, number as u8 + 1, 512),
+        );
+    }
+    wait_until(&disk, |status| status.under_way == 2);
+    gate.set_open(true);
+    wait_until(&disk, |status| {
+        status.full_for.is_some() && status.under_way == 0
+    });
+    (disk, guest, faults)
+}
+
+/// Finds out only at a flush that there is no room, and tells it once.
+struct FullAtFlush(bool);
+
+impl Filter for FullAtFlush {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        match request.work == Work::Flush && !std::mem::replace(&mut self.0, true) {
+            true => flow.up(request, Outcome::Failed(Errno::NOSPC)),
+            false => flow.down(request),
+        }
+    }
+}
+
+#[test]
+fn a_flush_that_found_no_room_fails_and_is_not_tried_again_as_if_nothing_were_lost() {
+    let site = Site::new(MIB);
+    let disk = site.disk(vec![Box::new(FullAtFlush(false))]);
+    let mut guest = site.guest();
+    guest.submit(0, &site.request(0, 4, 0, None));
+    guest.wait(0);
+    assert_eq!((site.status(0), disk.status().unwrap().full_for), (1, None));
 }
 
 #[test]

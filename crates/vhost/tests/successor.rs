@@ -89,6 +89,32 @@ fn a_held_disk_carries_out_what_was_under_way_before() {
 }
 
 #[test]
+fn what_was_under_way_waits_for_a_disk_that_has_its_image_and_keeps_no_queue_from_ending() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    let disk = site.disk_without_image();
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    for _ in 0..2 {
+        guest.start();
+        // As at a stop: it is left where the next start finds it.
+        disk.hold(Duration::from_secs(60)).unwrap();
+        assert_eq!((guest.end_queue(0), guest.end_queue(1)), (1, 0));
+        assert_eq!((site.status(0), site.content()[0]), (77, 0));
+        disk.release().unwrap();
+    }
+    guest.start();
+    disk.take_image("root", Duration::from_secs(60)).unwrap();
+    guest.wait(0);
+    assert_eq!(guest.answered(0), None);
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
+}
+
+#[test]
 fn a_front_end_that_comes_back_is_heard_once_the_last_ones_requests_have_ended() {
     let site = Site::new(MIB);
     let gate = Gate::default();

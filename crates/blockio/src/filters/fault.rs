@@ -1,4 +1,4 @@
-//! Breaks a disk, for tests: so many writes to come fail.
+//! Breaks a disk, for tests: so many writes to come fail, or all to one place.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,26 +9,47 @@ use crate::{Filter, Flow, Outcome, Request, Work};
 /// The filter; a clone steers the same one.
 #[derive(Debug, Clone, Default)]
 pub struct Fault {
-    to_fail: Arc<Mutex<(u64, Option<Errno>)>>,
+    to_fail: Arc<Mutex<ToFail>>,
+}
+
+#[derive(Debug, Default)]
+struct ToFail {
+    writes: u64,
+    /// Only those that begin there.
+    at: Option<u64>,
+    error: Option<Errno>,
 }
 
 impl Fault {
     /// The next so many writes fail with this error; 0 ends it.
     pub fn fail_writes(&self, count: u64, error: Errno) {
-        *self.to_fail.lock().unwrap_or_else(PoisonError::into_inner) = (count, Some(error));
+        *self.to_fail.lock().unwrap_or_else(PoisonError::into_inner) = ToFail {
+            writes: count,
+            at: None,
+            error: Some(error),
+        };
     }
 
-    fn next(&self) -> Option<Errno> {
+    /// From here on only writes fail that begin at this place.
+    pub fn fail_only_at(&self, place: u64) {
         let mut to_fail = self.to_fail.lock().unwrap_or_else(PoisonError::into_inner);
-        to_fail.0 = to_fail.0.checked_sub(1)?;
-        to_fail.1
+        to_fail.at = Some(place);
+    }
+
+    fn next(&self, place: u64) -> Option<Errno> {
+        let mut to_fail = self.to_fail.lock().unwrap_or_else(PoisonError::into_inner);
+        if to_fail.at.is_some_and(|at| at != place) {
+            return None;
+        }
+        to_fail.writes = to_fail.writes.checked_sub(1)?;
+        to_fail.error
     }
 }
 
 impl Filter for Fault {
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
-        let fails = match request.work {
-            Work::Write(_) => self.next(),
+        let fails = match &request.work {
+            Work::Write(range) => self.next(range.start),
             _ => None,
         };
         match fails {

@@ -104,9 +104,13 @@ impl Site {
         geometry: Geometry,
         filters: Vec<Box<dyn Filter>>,
     ) -> Result<Disk, godwit_vhost::Error> {
+        Disk::start(self.settings(geometry, filters))
+    }
+
+    fn settings(&self, geometry: Geometry, filters: Vec<Box<dyn Filter>>) -> Settings {
         let mut image = Image::open(&self.image, Access::ReadWrite, 512).unwrap();
         image.lock("root", LONG).unwrap();
-        Disk::start(Settings {
+        Settings {
             name: "root".to_owned(),
             socket: self.socket.clone(),
             owner: None,
@@ -116,7 +120,7 @@ impl Site {
             ram: Arc::clone(&self.ram),
             has_image: true,
             handed: None,
-        })
+        }
     }
 
     pub fn front_end(&self) -> FrontEnd {
@@ -133,11 +137,6 @@ impl Site {
 
     pub fn content(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
-    }
-
-    /// As after a reset of the machine.
-    pub fn clear_rings(&self) {
-        self.write(GUEST, &vec![0; (FREE - GUEST) as usize]);
     }
 
     pub fn write(&self, guest: u64, bytes: &[u8]) {

@@ -1,8 +1,9 @@
-//! A disk whose image has no room, and front ends that have not said all.
+//! A disk whose image has no room, or is not its own, and front ends that have not said all.
 
-use super::{FrontEnd, Site, wait_until};
+use super::{FREE, FrontEnd, GUEST, Site, wait_until};
 use godwit_blockio::filters::Fault;
-use godwit_vhost::Disk;
+use godwit_blockio::{Access, Filter, Image};
+use godwit_vhost::{Disk, Settings};
 use rustix::io::Errno;
 use std::io::Write as _;
 
@@ -56,5 +57,23 @@ impl FrontEnd {
             features: self.features,
             ..Self::unconnected(&site.ram)
         }
+    }
+}
+
+impl Site {
+    /// As after a reset of the machine.
+    pub fn clear_rings(&self) {
+        self.write(GUEST, &vec![0; (FREE - GUEST) as usize]);
+    }
+
+    /// One whose image may be another's still.
+    pub fn disk_without_image(&self) -> Disk {
+        let settings = self.settings(self.geometry(), Vec::new());
+        Disk::start(Settings {
+            image: Image::open(&self.image, Access::ReadWrite, 512).unwrap(),
+            has_image: false,
+            ..settings
+        })
+        .unwrap()
     }
 }
