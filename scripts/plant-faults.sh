@@ -211,6 +211,7 @@ disks() {
     vhost_case used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
+    e2e_case disks length-not-durable disk_power_cuts the_length_of_a_disk_that_was_made_larger_survives_a_power_cut
     e2e_case disks lock-on-another-descriptor disk_lock an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended
     e2e_case disks image-opened-before-permit disks_move a_vm_whose_disk_both_hosts_have_moves_its_memory_alone
     e2e_case disks ready-before-flush disk_deaths a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk
@@ -241,6 +242,7 @@ vmproc() {
     vmproc_case variables-not-sent uefi what_came_is_there_for_a_guest_that_is_booted_anew
     vmproc_case image-swapped disks another_file_in_the_place_of_an_image_is_not_served_to_a_guest_that_runs
     vmproc_case image-not-judged disk_holder an_image_that_another_host_took_later_is_not_opened
+    vmproc_case larger-unjudged disk_holder an_image_that_another_disk_or_host_had_last_is_not_made_larger
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }

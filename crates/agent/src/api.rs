@@ -19,6 +19,7 @@ use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -65,6 +66,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
             path::MOVE_DISKS,
             get(disk_moves).post(move_disks).delete(cancel_disk_moves),
         )
+        .route(path::RESIZE_DISK, post(resize_disk))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -252,6 +254,8 @@ handlers! {
         = agent.move_disks(&name, wish).await;
     cancel_disk_moves(agent, path name: VmName) -> Done
         = agent.act(&name, VmRequest::CancelDiskMoves).await;
+    resize_disk(agent, path name: VmName, body wish: ResizeDisk) -> Done
+        = agent.act(&name, VmRequest::ResizeDisk(wish)).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

@@ -395,6 +395,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             VmAnswer::DiskMoves(Default::default())
         }
         VmRequest::CancelDiskMoves => heard(run_dir, "disks stay", "they stay"),
+        VmRequest::ResizeDisk(_) => heard(run_dir, "a disk grows", "it has grown"),
         VmRequest::GiftOvertaken(_) => heard(run_dir, "overtaken", "given up"),
         VmRequest::KeepRecord => {
             append(&run_dir.join(KEPT), "kept");

@@ -21,6 +21,7 @@ mod error;
 mod estimate;
 mod filter;
 pub mod filters;
+pub mod grow;
 pub mod holder;
 mod image;
 mod image_lock;

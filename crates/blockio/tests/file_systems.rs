@@ -2,8 +2,10 @@
 //!
 //! Needs root, loop devices and the programs that make file systems.
 
+use godwit_blockio::grow::{NotGrown, grow};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work};
 use std::fs::File;
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -201,4 +203,47 @@ fn images_on_devices_and_file_systems_work_or_are_refused_with_the_reason() {
             }
         }
     }
+}
+
+#[test]
+fn a_device_has_the_size_that_it_has_and_a_full_file_system_has_no_room_for_a_longer_image() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    let Some(device) = Device::new(512) else {
+        println!("skipped: no loop device can be made here");
+        return;
+    };
+    let open = |path: &Path| {
+        let opened = File::options().read(true).write(true).open(path);
+        opened.unwrap()
+    };
+    let whole = open(&device.path);
+    // Less than a whole GiB, which no disk is made.
+    assert_eq!(grow(whole.as_fd(), 0, false).unwrap(), DEVICE_BYTES);
+    let refused = grow(whole.as_fd(), 1 << 30, false).unwrap_err().to_string();
+    assert!(refused.contains("a block device of 512 MiB"), "{refused}");
+    drop(whole);
+    let Some(mount) = Mount::of("ext4", &device.path) else {
+        println!("skipped in part: ext4 cannot be made here");
+        return;
+    };
+    let path = mount.image();
+    let image = open(&path);
+    let mut rest = File::create(path.with_extension("rest")).unwrap();
+    // What is written is counted for more than it takes until it has its place.
+    for piece in [1 << 20, 4096, 4096, 4096] {
+        let piece = vec![1; piece];
+        while std::io::Write::write(&mut rest, &piece).is_ok_and(|written| written > 0) {}
+        rest.sync_all().unwrap();
+    }
+    drop(rest);
+    let refused = grow(image.as_fd(), 1 << 30, false).unwrap_err();
+    assert!(matches!(refused, NotGrown::NoRoom), "{refused}");
+    assert_eq!(image.metadata().unwrap().len(), IMAGE_BYTES);
+    std::fs::remove_file(path.with_extension("rest")).unwrap();
+    assert_eq!(grow(image.as_fd(), 1 << 30, false).unwrap(), 1 << 30);
+    drop(image);
+    drop(mount);
 }

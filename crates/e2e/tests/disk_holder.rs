@@ -3,16 +3,17 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_site::{LONG, Site, does_at, own};
+use disk_site::{BYTES, LONG, Site, does_at, own};
 use godwit_blockio::holder;
 use godwit_e2e::Host;
 use godwit_e2e::host::kill_qemu_of;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_e2e::relay::Mode;
 use godwit_ownership::ImageRecord;
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::VmRequest;
 use godwit_types::vm::VmState;
-use godwit_types::{Generation, HostName};
+use godwit_types::{Generation, HostName, VmName};
 use godwit_vmproc::image;
 use rustix::fs::{XattrFlags, fremovexattr, fsetxattr};
 use rustix::io::Errno;
@@ -252,4 +253,44 @@ fn a_shared_image_without_room_for_a_record_keeps_its_guest_where_it_is() -> Res
     site.goes_on(a, 10)?;
     ensure!(record(a, &site)? == before);
     Ok(())
+}
+
+#[test]
+fn an_image_that_another_disk_or_host_had_last_is_not_made_larger() -> Result<()> {
+    let site = Site::local()?;
+    let a = &site.pair.a;
+    let now = record(a, &site)?;
+    stop(a)?;
+    let larger = VmRequest::ResizeDisk(ResizeDisk {
+        disk: "root".into(),
+        size_gib: 1,
+    });
+    let of_another = ImageRecord {
+        vm: VmName::new("other")?,
+        ..now.clone()
+    };
+    let elsewhere = ImageRecord {
+        holder: HostName::new("z")?,
+        generation: Generation(now.generation.0 + 5),
+        ..now.clone()
+    };
+    for (record, words) in [
+        (of_another, "which host 'a' had last"),
+        (elsewhere, "host 'z' has had it"),
+    ] {
+        put_back(a, &site, &record)?;
+        let why = a.ask(&larger).err().context("it was made larger")?;
+        let why = format!("{why:#}");
+        ensure!(
+            why.contains(words) && why.contains("is not made larger"),
+            "{why}"
+        );
+        ensure!(std::fs::metadata(&site.path)?.len() == BYTES);
+    }
+    put_back(a, &site, &now)?;
+    a.ask(&larger)?;
+    ensure!(std::fs::metadata(&site.path)?.len() == 1 << 30);
+    ensure!(record(a, &site)? == now, "it is taken by who starts the VM");
+    a.ask(&VmRequest::Start)?;
+    site.goes_on(a, 5)
 }

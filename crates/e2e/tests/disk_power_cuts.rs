@@ -4,8 +4,10 @@ mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine};
+use godwit_blockio::grow::grow;
 use godwit_testkit::testvol::{Survives, Volume};
 use std::fs::File;
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 const CUTS: u64 = 30;
@@ -57,5 +59,28 @@ fn an_acknowledged_flush_survives_thirty_power_cuts() -> Result<()> {
         "  {} writes, {} flushes, {CUTS} cuts",
         load.number, load.flushes
     );
+    Ok(())
+}
+
+#[test]
+fn the_length_of_a_disk_that_was_made_larger_survives_a_power_cut() -> Result<()> {
+    let Some(machine) = machine("lengthcuts")? else {
+        return Ok(());
+    };
+    let volume: &Volume = machine.volume(AT).context("mounted above")?;
+    let directory = machine.path_from_outside(AT);
+    let path = directory.join("disk.raw");
+    File::create(&path)?.set_len(1 << 20)?;
+    File::open(&path)?.sync_all()?;
+    File::open(&directory)?.sync_all()?;
+    for gib in 1..=3 {
+        let image = File::options().read(true).write(true).open(&path)?;
+        let bytes = grow(image.as_fd(), gib << 30, false)?;
+        drop(image);
+        volume.power_off(Survives::Nothing);
+        volume.power_on();
+        let found = std::fs::metadata(&path)?.len();
+        ensure!(found == bytes, "{found} of {bytes} bytes are left");
+    }
     Ok(())
 }

@@ -43,6 +43,12 @@ pub fn of(common: Common<'_>, spec: &VmSpec) -> Result<User, ApiError> {
     }
 }
 
+/// Whom the images of a VM's disks are opened as, beside the common user, where it has no QEMU.
+pub fn of_disks(common: Common<'_>, spec: &VmSpec) -> User {
+    let user = common.user;
+    own(spec).map_or(user, |uid| User { uid, ..user })
+}
+
 /// The VM's own user id, if it has one that this process can become.
 fn own(spec: &VmSpec) -> Option<u32> {
     let uid = spec.uid.filter(|uid| UIDS.contains(uid))?;

@@ -14,6 +14,7 @@ use godwit_types::control_api::{
     CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -109,6 +110,8 @@ pub mod path {
     /// POST `MoveDisks`: `DiskMoves`, begun: disks go to a datastore of the host. GET: the same, as far as it has come. DELETE:
     /// [`super::Done`], called off.
     pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
+    /// POST `ResizeDisk`: [`super::Done`].
+    pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -154,6 +157,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::MOVE_DISKS, CONTROLLER),
     rule("GET", path::MOVE_DISKS, READ),
     rule("DELETE", path::MOVE_DISKS, POWER),
+    rule("POST", path::RESIZE_DISK, CONTROLLER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -286,6 +290,9 @@ calls! { AgentClient
     /// Disks that are not moved yet stay where they are.
     cancel_disk_moves(name: &VmName) -> Done
         = delete client (fill(path::MOVE_DISKS, name)) in act;
+    /// Makes a disk larger.
+    resize_disk(name: &VmName, wish: &ResizeDisk) -> Done
+        = post client (fill(path::RESIZE_DISK, name), wish) in slow;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

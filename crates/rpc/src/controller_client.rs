@@ -16,6 +16,7 @@ use godwit_types::control_api::{
     RenewRequest, ResolveRequest, StartRequest, Started, StopRequest, VersionView, VmView,
 };
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
 use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
@@ -58,6 +59,8 @@ pub mod path {
     pub const DISKS: &str = "/v1/vms/{name}/disks";
     /// POST: moves disks to a datastore of the VM's host; GET: how far they are; DELETE: calls it off.
     pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
+    /// POST: makes a disk larger.
+    pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -140,6 +143,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::MOVE_DISKS, PEOPLE),
     rule("GET", path::MOVE_DISKS, PEOPLE),
     rule("DELETE", path::MOVE_DISKS, PEOPLE),
+    rule("POST", path::RESIZE_DISK, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),
@@ -250,6 +254,9 @@ calls! { ControllerClient
     /// Disks that are not moved yet stay where they are.
     cancel_disk_moves(name: &VmName) -> Done
         = delete client (fill(path::MOVE_DISKS, name)) in act;
+    /// Makes a disk larger, whether the guest runs or not.
+    resize_disk(name: &VmName, wish: &ResizeDisk) -> Done
+        = post client (fill(path::RESIZE_DISK, name), wish) in act;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

@@ -8,6 +8,7 @@
 use crate::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::disk_move::{DiskMoves, DiskPlace};
+use crate::disk_resize::ResizeDisk;
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
@@ -359,6 +360,8 @@ pub enum VmRequest {
     DiskMoves,
     /// Call off what moves disks on this host.
     CancelDiskMoves,
+    /// Make a disk larger, whether the guest runs or not; answered by `Done` once that is durable, and the guest was told.
+    ResizeDisk(ResizeDisk),
     /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
     /// VM are on their way.
     Renew {

@@ -12,6 +12,7 @@ pub mod control_api;
 pub mod cpu;
 pub mod datastore;
 pub mod disk_move;
+pub mod disk_resize;
 pub mod drain;
 pub mod error;
 pub mod forecast;

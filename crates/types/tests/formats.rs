@@ -8,6 +8,7 @@ use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
 };
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -64,6 +65,7 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("DisksMaking", again::<DisksMaking>),
             ("MoveDisks", again::<MoveDisks>),
             ("DiskMoves", again::<DiskMoves>),
+            ("ResizeDisk", again::<ResizeDisk>),
             ("Started", again::<Started>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),

@@ -555,6 +555,7 @@ impl Device {
                 + self.queues.iter().map(Queue::unanswered).sum::<usize>(),
             held: self.held,
             has_image: self.has_image,
+            bytes: self.guest.geometry.bytes,
             resubmitted: self.resubmitted,
         }
     }

@@ -61,6 +61,8 @@ pub struct Status {
     pub held: bool,
     /// Whether its image is taken.
     pub has_image: bool,
+    /// What its guest was told that it has.
+    pub bytes: u64,
     /// Requests that were carried out again after a process or a connection was gone, since this disk began.
     pub resubmitted: u64,
 }

@@ -8,6 +8,7 @@
 use godwit_ownership::PeerMessage;
 use godwit_types::console::{ConsolePlace, ConsoleTyped};
 use godwit_types::disk_move::DiskPlace;
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
 use godwit_types::site::GiftOvertaken;
@@ -86,6 +87,7 @@ pub(crate) enum Now {
 #[derive(Debug)]
 pub(crate) enum Later {
     MeasureDirtyRate { millis: u64 },
+    ResizeDisk(ResizeDisk),
 }
 
 impl Ask {
@@ -106,6 +108,7 @@ impl Ask {
             VmRequest::MeasureDirtyRate { millis } => {
                 return Ok(Self::Later(Later::MeasureDirtyRate { millis }));
             }
+            VmRequest::ResizeDisk(wish) => return Ok(Self::Later(Later::ResizeDisk(wish))),
             VmRequest::MoveDisks { places } => Now::MoveDisks(places),
             VmRequest::DiskMoves => Now::DiskMoves,
             VmRequest::CancelDiskMoves => Now::CancelDiskMoves,

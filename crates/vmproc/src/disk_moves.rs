@@ -14,6 +14,7 @@ impl Vm {
     pub(crate) fn move_disks(&mut self, places: Vec<DiskPlace>) -> Reply {
         self.refuse_while_closing()?;
         self.refuse_while_moving()?;
+        self.refuse_while_resizing()?;
         if self.core.record().may_run().is_none() {
             return Err(self.not_running());
         }
@@ -49,6 +50,7 @@ impl Vm {
 
     /// One that begins would begin with disks that are about to be others.
     pub(crate) fn refuse_while_disks_move(&self) -> Result<(), ApiError> {
+        self.refuse_while_resizing()?;
         let hyper = self.hyper.as_ref();
         let are_elsewhere = hyper.is_some_and(|hyper| hyper.disks.are_elsewhere());
         if !self.disk_moves().are_under_way() && !are_elsewhere {

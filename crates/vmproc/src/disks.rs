@@ -12,6 +12,7 @@ mod in_place;
 mod keeping;
 mod left;
 mod moving;
+mod resize;
 mod room;
 mod served;
 mod switching;
@@ -19,6 +20,7 @@ mod switching;
 pub(crate) use images::{leave, put_aside, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
+pub(crate) use resize::AtRest;
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
 
@@ -378,6 +380,12 @@ impl Disks {
         }
         true
     }
+}
+
+/// The name under which a host has a disk's image.
+fn lock_name(config: &VmProcessConfig, spec: &DiskSpec) -> String {
+    let (host, vm) = (&config.host, &config.vm);
+    format!("{host}/{vm}/{}", spec.name)
 }
 
 fn told(spec: &DiskSpec, error: &godwit_vhost::Error) -> String {

@@ -40,6 +40,7 @@ mod opening;
 mod outbox;
 mod renewal;
 mod requests;
+mod resizing;
 mod room;
 mod server;
 mod shared_report;

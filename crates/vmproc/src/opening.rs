@@ -207,6 +207,7 @@ impl Adopted {
             received,
             migration: None,
             measuring: None,
+            resizes: false,
             note: seat.note,
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),

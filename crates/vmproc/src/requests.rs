@@ -197,6 +197,7 @@ impl Vm {
     /// Starts the guest. One that waits for its former host does not run, though its start is on record.
     fn start_guest(&mut self) -> Reply {
         self.refuse_while_closing()?;
+        self.refuse_while_resizing()?;
         let started = self.ask_or(Event::StartRequested, "runs", "runs already");
         let Status::InDoubt { peer, command, .. } = &self.status else {
             return started;

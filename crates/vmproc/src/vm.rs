@@ -61,6 +61,8 @@ pub(crate) struct Vm {
     pub received: Receiver<Input>,
     pub migration: Option<Migration>,
     pub measuring: Option<Measuring>,
+    /// Whether a thread makes a disk larger.
+    pub resizes: bool,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
     /// Reports that could not be written yet.
@@ -208,6 +210,7 @@ impl Vm {
     fn is_idle(&mut self) -> bool {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
+            || self.resizes
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
             || self.at_hand.outbox.is_waited_for(Instant::now())
@@ -231,6 +234,7 @@ impl Vm {
                 self.busy_at = Instant::now();
                 match request.ask {
                     Later::MeasureDirtyRate { millis } => self.measure(millis, request.reply),
+                    Later::ResizeDisk(wish) => self.resize_disk(wish, request.reply),
                 }
             }
             Input::Guest {
@@ -244,6 +248,7 @@ impl Vm {
             }
             Input::Measured => self.measuring = None,
             Input::DiskMoved => self.follow_disks(),
+            Input::DiskResized => self.resizes = false,
             Input::DiskMayHaveRoom { wait } => self.may_have_room(wait),
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();

@@ -4,7 +4,7 @@
 
 use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
-use godwit_types::vm::EncryptionMode;
+use godwit_types::vm::{DISK_GIB_MAX, EncryptionMode};
 use godwit_types::{DatastoreName, HostName, VmName};
 use std::path::PathBuf;
 
@@ -132,6 +132,13 @@ pub enum VmCommand {
         after_help = "Examples:\n  godwit vm move-disk web --to fast\n  godwit vm move-disk web root --to fast\n  godwit vm move-disk web --cancel"
     )]
     MoveDisk(VmMoveDisk),
+    /// Make a disk larger
+    ///
+    /// A guest that runs sees the new size at once; partitions and file systems on it are the guest's own. A disk is never made smaller.
+    #[command(
+        after_help = "Of a block device: make the device larger first (lvextend), then name its size in whole GiB.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
+    )]
+    ResizeDisk(VmResizeDisk),
     /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
         after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
@@ -163,6 +170,18 @@ pub struct VmMoveDisk {
     /// Call off what is under way
     #[arg(long)]
     pub cancel: bool,
+}
+
+/// Which disk is to be how large.
+#[derive(Debug, Args)]
+pub struct VmResizeDisk {
+    /// The VM
+    pub vm: VmName,
+    /// The disk's name within the VM
+    pub disk: String,
+    /// The size that it is to have
+    #[arg(long, value_name = "GIB", value_parser = whole::<u64, 1, DISK_GIB_MAX, 40>)]
+    pub size_gib: u64,
 }
 
 /// How to stop a VM.

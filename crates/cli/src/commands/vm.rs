@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
-use crate::args::{Global, VmCommand, VmMigrate, VmStop};
+use crate::args::{Global, VmCommand, VmMigrate, VmResizeDisk, VmStop};
 use crate::commands::{console, site};
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
@@ -16,6 +16,7 @@ use godwit_rpc::{AgentClient, ClientError, ControllerClient};
 use godwit_types::control_api::{
     Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
@@ -81,17 +82,17 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             confirm_fenced,
             keep: None,
         } => {
-            let give_up = give_up_on.is_some();
-            let run_on = run_on.or(give_up_on);
             let request = ResolveRequest {
+                give_up: give_up_on.is_some(),
                 run_on: run_on
+                    .or(give_up_on)
                     .ok_or_else(|| Failure::new(ErrorCode::InvalidRequest, "no host was named"))?,
-                give_up,
                 confirm_fenced,
             };
             told(resolve(&vm, &request, global).await?, output)
         }
         VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
+        VmCommand::ResizeDisk(arguments) => resize_disk(arguments, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {
             console::console(vm, host, print, global, output).await
@@ -108,6 +109,13 @@ async fn order(
 ) -> CommandResult {
     let client = controller(global)?;
     told(saying(of_vm(&client, vm), ordered(&client)).await, output)
+}
+
+async fn resize_disk(arguments: VmResizeDisk, global: &Global, output: &Output) -> CommandResult {
+    let VmResizeDisk { vm, disk, size_gib } = arguments;
+    let wish = ResizeDisk { disk, size_gib };
+    let resize = async |client: &ControllerClient| client.resize_disk(&vm, &wish).await;
+    order(&vm, resize, global, output).await
 }
 
 /// By the controller, or by this host's own agent while no controller answers.

@@ -57,6 +57,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
             vms::disk_moves,
             vms::cancel_disk_moves
         ))
+        .routes(routes!(vms::resize_disk))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

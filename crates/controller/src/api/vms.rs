@@ -22,6 +22,7 @@ use godwit_types::control_api::{
     StartRequest, Started, StopRequest, VmView,
 };
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
+use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 
@@ -109,6 +110,16 @@ pub async fn disk_moves(State(app): Shared, PathParam(name): Name) -> ApiResult<
 #[utoipa::path(delete, path = "/v1/vms/{name}/move-disks", params(("name" = String, Path)), responses((status = 200, body = Done), (status = "default", body = ApiError)))]
 pub async fn cancel_disk_moves(State(app): Shared, PathParam(name): Name) -> ApiResult<Done> {
     Ok(Json(vms::cancel_disk_moves(&app, &name).await?))
+}
+
+/// Makes a disk larger, whether the guest runs or not.
+#[utoipa::path(post, path = "/v1/vms/{name}/resize-disk", params(("name" = String, Path)), request_body = ResizeDisk, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn resize_disk(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(wish): JsonBody<ResizeDisk>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::resize_disk(&app, &name, &wish).await?))
 }
 
 /// Asks a guest to power off, or forces it.

@@ -4,8 +4,8 @@
 //! copy. What it says is judged by [`ImageClaim`]. Owns nothing: the record is the image's. Refuses: an image that the record
 //! gives to another host, or that is an older one; shared images on storage that keeps no such record. Block devices bear none.
 
-use super::LOCK_WAIT;
 use super::served::{Served, ServedDisks};
+use super::{LOCK_WAIT, lock_name};
 use crate::faults::planted;
 use crate::harden::stay_private;
 use crate::image::record_of;
@@ -13,6 +13,7 @@ use godwit_blockio::Image;
 use godwit_blockio::holder;
 use godwit_ownership::{ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
 use godwit_qemu::disk::as_user;
+use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, Generation, HostName};
 use godwit_vhost::Disk;
@@ -58,7 +59,7 @@ impl From<io::Error> for NotTaken {
 }
 
 /// What was done with other rights than this process has.
-trait Denied: From<io::Error> + Send {
+pub(super) trait Denied: From<io::Error> + Send {
     /// Whether the rights were missing.
     fn is_denied(&self) -> bool;
 }
@@ -269,7 +270,7 @@ impl Served {
         if self.held() != Some(generation) {
             return Err(self.refused(spec, &"its guest may not run here any more"));
         }
-        let taken = disk.take_image(&self.lock_name(spec), LOCK_WAIT);
+        let taken = disk.take_image(&lock_name(&self.config, spec), LOCK_WAIT);
         taken.map_err(refused)
     }
 
@@ -301,23 +302,31 @@ impl Served {
         }
     }
 
-    /// With the rights with which images are opened: on a file server this process may have none.
     fn as_opener<R: Send, E: Denied>(
         &self,
         work: impl Fn() -> Result<R, E> + Sync,
     ) -> Result<R, E> {
-        let own = self.what().uid;
-        let (common, gid) = (self.config.qemu_uid, self.config.qemu_gid);
-        let mut done = Err(io::Error::from(io::ErrorKind::PermissionDenied).into());
-        for uid in [own, common] {
-            done = as_user(uid, gid, || Ok(work())).map_err(io::Error::from)?;
-            if !done.as_ref().is_err_and(E::is_denied) {
-                break;
-            }
-        }
-        stay_private()?;
-        done
+        as_opener(&self.config, self.what().uid, work)
     }
+}
+
+/// With the rights with which images are opened, of this user of the VM's or the common one: on a file server this process may
+/// have none.
+pub(super) fn as_opener<R: Send, E: Denied>(
+    config: &VmProcessConfig,
+    own: u32,
+    work: impl Fn() -> Result<R, E> + Sync,
+) -> Result<R, E> {
+    let (common, gid) = (config.qemu_uid, config.qemu_gid);
+    let mut done = Err(io::Error::from(io::ErrorKind::PermissionDenied).into());
+    for uid in [own, common] {
+        done = as_user(uid, gid, || Ok(work())).map_err(io::Error::from)?;
+        if !done.as_ref().is_err_and(E::is_denied) {
+            break;
+        }
+    }
+    stay_private()?;
+    done
 }
 
 impl ServedDisks {
@@ -348,12 +357,12 @@ fn release(spec: &DiskSpec) -> String {
 }
 
 /// Whether an image bears a record once its guest may write it: a block device cannot.
-fn bears_record(image: impl AsFd) -> io::Result<bool> {
+pub(super) fn bears_record(image: impl AsFd) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
     Ok(kind != FileType::BlockDevice)
 }
 
-fn fresh_id() -> io::Result<ImageId> {
+pub(super) fn fresh_id() -> io::Result<ImageId> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
     Ok(ImageId::new(u128::from_be_bytes(bytes)))

@@ -6,7 +6,7 @@
 
 use super::images::{give_names, keep_names};
 use super::served::Served;
-use super::{CONNECT_WAIT, Disks, REST_WAIT, told};
+use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
@@ -109,7 +109,7 @@ impl Disks {
         *lock(&self.0.held) = None;
         for (disk, spec) in disks.iter().zip(&what.disks) {
             if let Some(disk) = disk.as_ref().filter(|_| spec.changes_hands()) {
-                let given = disk.give_image_back(&self.0.lock_name(spec));
+                let given = disk.give_image_back(&lock_name(&self.0.config, spec));
                 given.map_err(|error| told(spec, &error))?;
             }
         }

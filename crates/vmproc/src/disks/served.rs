@@ -9,7 +9,7 @@ use super::in_place::Moves;
 use super::keeping::Keeping;
 use super::left::{Copying, Left};
 use super::moving::Filling;
-use super::{BLOCK, LOCK_WAIT, MEND_EVERY};
+use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name};
 use crate::adoption::lock;
 use crate::faults::planted;
 use crate::files::Paths;
@@ -473,7 +473,7 @@ impl Served {
         let Some(taking) = taking else {
             return Ok((image, None));
         };
-        let locked = image.lock(&self.lock_name(spec), patience);
+        let locked = image.lock(&lock_name(&self.config, spec), patience);
         locked.map_err(|error| refused(&self.named(&image, error)))?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,
@@ -497,12 +497,6 @@ impl Served {
         })?;
         let file = files.into_iter().next().map(File::from);
         file.ok_or_else(|| self.refused(spec, &"its image was not opened"))
-    }
-
-    /// The name under which this host has a disk's image.
-    pub(super) fn lock_name(&self, spec: &DiskSpec) -> String {
-        let (host, vm) = (&self.config.host, &self.config.vm);
-        format!("{host}/{vm}/{}", spec.name)
     }
 
     /// Where a disk's image lies now: one that arrives has a name of its own until its VM is here.

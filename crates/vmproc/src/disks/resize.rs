@@ -1,0 +1,204 @@
+//! Disks that are made larger: while their guest runs, which sees it at once, or while the VM has none.
+//!
+//! How large a disk is its image alone says, so there is no record that could say something else: a process that dies meanwhile
+//! leaves the former length or the new one, and whoever serves the disk next tells the guest which. The guest hears of a length that is
+//! durable only. Owns nothing; waits for storage, so it runs on a thread of its own. Refuses: images that this host does not have, by their
+//! lock and by what they say of themselves, disks that their guests only read, and what [`godwit_blockio::grow`] refuses.
+
+use super::claim::{as_opener, bears_record, fresh_id};
+use super::left::kept;
+use super::{BLOCK, Disks, LOCK_WAIT, lock_name, told};
+use crate::faults::{planted, reached};
+use crate::files::Paths;
+use crate::hypervisor::{common_user, reserved, with_other_rights};
+use crate::image::record_of;
+use godwit_blockio::grow::{grow, size};
+use godwit_blockio::{Access, Image, holder};
+use godwit_ownership::{ImageClaim, ImageRefusal};
+use godwit_qemu::disk::length_and_use;
+use godwit_qemu::user;
+use godwit_types::disk_resize::ResizeDisk;
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::{ApiError, ErrorCode, Generation};
+use rustix::fs::fstatvfs;
+use std::fmt::Display;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+
+impl Disks {
+    /// Makes a disk of the guest larger and tells it.
+    pub(crate) fn resize(&self, wish: &ResizeDisk) -> Result<String, ApiError> {
+        let served = &self.0;
+        let what = served.what();
+        let mut all = what.disks.iter().enumerate();
+        let found = all.find(|(_, disk)| disk.name == wish.disk);
+        let (index, spec) = found.ok_or_else(|| has_none(&served.config, &wish.disk))?;
+        let refused = |why: &dyn Display| served.refused(spec, why);
+        must_be_written(spec).map_err(|why| refused(&why))?;
+        let disk = served.disk(index).map_err(|why| refused(&why))?;
+        let status = disk.status().map_err(|error| refused(&error))?;
+        if served.held().is_none() || !status.has_image {
+            return Err(refused(&"its image is not this host's now"));
+        }
+        let image = disk.lend_image().map_err(|error| refused(&error))?;
+        let image = File::from(image);
+        let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
+            .map_err(|why| refused(&not_grown(spec, &why)))?;
+        if bytes < status.bytes {
+            let (now, before) = (size(bytes), size(status.bytes));
+            return Err(refused(&format!(
+                "{} has {now}, and its guest works with {before}: a disk is only made larger",
+                spec.path
+            )));
+        }
+        reached("disk-resize.durable");
+        let measured = disk.measure();
+        measured.map_err(|error| {
+            let (path, now) = (&spec.path, size(bytes));
+            refused(&format!(
+                "{path} has {now} now, which its guest sees only once the disk is served anew: {}",
+                told(spec, &error)
+            ))
+        })?;
+        let what = format!("{}, and its guest sees it", size(bytes));
+        Ok(done(&served.config, wish, &what, &image))
+    }
+}
+
+/// A disk of a VM that this host holds under this generation, and that has no guest.
+pub(crate) struct AtRest {
+    pub config: VmProcessConfig,
+    pub paths: Paths,
+    pub spec: VmSpec,
+    pub generation: Generation,
+}
+
+impl AtRest {
+    pub(crate) fn resize(&self, wish: &ResizeDisk) -> Result<String, ApiError> {
+        let mut disks = self.spec.disks.iter();
+        let spec = disks.find(|disk| disk.name == wish.disk);
+        let spec = spec.ok_or_else(|| has_none(&self.config, &wish.disk))?;
+        let refused = |why: &dyn Display| {
+            let (vm, host, disk) = (&self.config.vm, &self.config.host, &spec.name);
+            let message = format!("disk '{disk}' of VM '{vm}' on host '{host}': {why}");
+            ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+        };
+        must_be_written(spec).map_err(|why| refused(&why))?;
+        let file = self.open(spec)?;
+        let path = Path::new(&spec.path);
+        let mut image =
+            Image::of(file, path, Access::ReadWrite, BLOCK).map_err(|error| refused(&error))?;
+        let name = lock_name(&self.config, spec);
+        image
+            .lock(&name, LOCK_WAIT)
+            .map_err(|error| refused(&error))?;
+        self.must_be_ours(spec, image.as_fd())
+            .map_err(|why| refused(&why))?;
+        let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
+            .map_err(|why| refused(&not_grown(spec, &why)))?;
+        Ok(done(&self.config, wish, &size(bytes), image.as_fd()))
+    }
+
+    fn owner(&self) -> user::User {
+        let reserved = reserved(&self.config);
+        user::of_disks(common_user(&self.config, &reserved), &self.spec)
+    }
+
+    fn open(&self, spec: &DiskSpec) -> Result<File, ApiError> {
+        let reserved = reserved(&self.config);
+        let files = with_other_rights(|| {
+            let common = common_user(&self.config, &reserved);
+            let one = std::slice::from_ref(spec);
+            user::open_disks(common, &self.config.vm, one, self.owner())
+        })?;
+        let file = files.into_iter().next().map(File::from);
+        file.ok_or_else(|| has_none(&self.config, &spec.name))
+    }
+
+    /// As it is judged before it is opened for a guest; but nothing is taken.
+    fn must_be_ours(&self, spec: &DiskSpec, image: BorrowedFd<'_>) -> Result<(), String> {
+        let path = &spec.path;
+        let unread = |error: io::Error| {
+            format!(
+                "which host has the image {path} cannot be told: {error}; see that its storage answers, and try again"
+            )
+        };
+        if !bears_record(image).map_err(unread)? || planted("larger-unjudged") {
+            return Ok(());
+        }
+        let held = as_opener(&self.config, self.owner().uid, || holder::read(image));
+        let found = held.map_err(unread)?.as_ref().map(record_of).transpose()?;
+        let known = kept(&self.paths, &self.spec.disks).known;
+        let fresh = fresh_id().map_err(unread)?;
+        let claim = ImageClaim {
+            vm: &self.config.vm,
+            disk: &spec.name,
+            host: &self.config.host,
+            generation: self.generation,
+            known: known.iter().find(|known| known.disk == spec.name),
+            anew: true,
+            fresh: &fresh,
+        };
+        let found = found.flatten();
+        let judged = claim.judge(found.as_ref()).map(drop);
+        let judged = judged.and_then(|()| match found {
+            // Whoever starts the VM takes it; until then it is that disk.
+            Some(found) if (&found.vm, &found.disk) != (&self.config.vm, &spec.name) => {
+                Err(ImageRefusal::OfAnother {
+                    vm: found.vm,
+                    disk: found.disk,
+                    holder: found.holder,
+                })
+            }
+            _ => Ok(()),
+        });
+        judged.map_err(|why| {
+            format!(
+                "the image {path} is not made larger: {why}; 'godwit image show {path}' tells what it says of itself"
+            )
+        })
+    }
+}
+
+fn has_none(config: &VmProcessConfig, disk: &str) -> ApiError {
+    let message = format!("VM '{}' has no disk '{disk}'", config.vm);
+    ApiError::new(ErrorCode::InvalidRequest, message).on_host(&config.host)
+}
+
+fn must_be_written(spec: &DiskSpec) -> Result<(), &'static str> {
+    match spec.read_only {
+        true => Err("its guest only reads it: make its file larger while the VM is off"),
+        false => Ok(()),
+    }
+}
+
+fn not_grown(spec: &DiskSpec, why: &dyn Display) -> String {
+    format!("{} is not made larger: {why}", spec.path)
+}
+
+/// What a person hears; also where the guest cannot fill the disk.
+fn done(config: &VmProcessConfig, wish: &ResizeDisk, what: &str, image: impl AsFd) -> String {
+    let said = format!("disk '{}' of VM '{}' has {what} now", wish.disk, config.vm);
+    match lacks(image.as_fd()) {
+        Ok(Some((wanted, free))) => format!(
+            "{said}; its file system has {} free, and a full disk would take {}",
+            size(free),
+            size(wanted)
+        ),
+        _ => said,
+    }
+}
+
+/// What an image may still come to take of its file system, and what that has, where it is less.
+fn lacks(image: BorrowedFd<'_>) -> io::Result<Option<(u64, u64)>> {
+    if !bears_record(image)? {
+        return Ok(None);
+    }
+    let (bytes, used) = length_and_use(&File::from(image.try_clone_to_owned()?))?;
+    let found = fstatvfs(image)?;
+    let (wanted, free) = (bytes - used, found.f_bavail.saturating_mul(found.f_frsize));
+    Ok((wanted > free).then_some((wanted, free)))
+}
