@@ -209,6 +209,7 @@ disks() {
     mirror_model
     vhost_case memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
     vhost_case used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
+    vhost_case parked-request-lost disk a_guest_that_was_stopped_with_a_full_disk_has_its_write_done_when_it_goes_on
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
     e2e_case disks length-not-durable disk_power_cuts the_length_of_a_disk_that_was_made_larger_survives_a_power_cut
@@ -244,6 +245,8 @@ vmproc() {
     vmproc_case image-not-judged disk_holder an_image_that_another_host_took_later_is_not_opened
     vmproc_case larger-unjudged disk_holder an_image_that_another_disk_or_host_had_last_is_not_made_larger
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
+    vmproc_case room-not-awaited disk_full a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
+    vmproc_case room-wait-not-on-record disk_full a_guest_that_waits_for_room_when_its_host_loses_power_is_booted_and_one_that_a_person_paused_is_not
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }
 

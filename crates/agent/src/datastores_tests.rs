@@ -31,6 +31,7 @@ impl House {
                 shared: false,
                 from: None,
                 size_gib: None,
+                on_full: Default::default(),
             });
         }
         let stores = ["slow", "fast", "gone"].map(|name| {

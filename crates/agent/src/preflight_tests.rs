@@ -393,6 +393,7 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
         shared: false,
         from: None,
         size_gib: None,
+        on_full: Default::default(),
     });
     let blockers = ["VFIO".to_string()];
     let source = |state| {
@@ -446,6 +447,7 @@ fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
         shared: false,
         from: None,
         size_gib: None,
+        on_full: Default::default(),
     };
     host.request.spec.disks.push(disk);
     assert_eq!(host.refusals(&host.here()), []);

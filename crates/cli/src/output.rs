@@ -246,11 +246,7 @@ impl Output {
             vec![
                 vm.spec.name.to_string(),
                 state_here(vm),
-                if vm.holds() {
-                    "yes".into()
-                } else {
-                    "no".into()
-                },
+                if vm.holds() { "yes" } else { "no" }.into(),
                 vm.generation.to_string(),
                 format!("{} MiB", vm.spec.memory_mib),
                 vm.migration
@@ -509,6 +505,10 @@ fn boot_rows(spec: &VmSpec) -> Vec<(&'static str, String)> {
         rows.push(("cmdline", spec.cmdline.clone()));
     }
     rows.push(("on crash", kebab(&spec.on_crash)));
+    for disk in spec.disks.iter().filter(|disk| !disk.on_full.waits()) {
+        let what = format!("{} of {}", kebab(&disk.on_full), disk.name);
+        rows.push(("on full", what));
+    }
     let common = || "the host's common user".to_owned();
     let uid = spec.uid.map_or_else(common, |uid| uid.to_string());
     rows.push(("uid", uid));

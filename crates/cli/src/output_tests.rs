@@ -55,6 +55,18 @@ fn host(more: serde_json::Value) -> HostView {
 }
 
 #[test]
+fn what_a_full_disk_does_is_shown_where_it_is_not_the_usual() {
+    let disk = |more: &str| format!("[[disk]]\nname = \"data\"\npath = \"/d\"\n{more}");
+    let rows = |more: &str| {
+        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"\n";
+        boot_rows(&VmSpec::from_toml(&format!("{text}{}", disk(more))).unwrap())
+    };
+    let told = ("on full", "error of data".to_owned());
+    assert!(rows("on_full = \"error\"\n").contains(&told));
+    assert!(rows("").iter().all(|(name, _)| *name != "on full"));
+}
+
+#[test]
 fn nothing_is_coloured_without_a_terminal() {
     let plain = Output {
         json: false,

@@ -55,6 +55,7 @@ pub fn disk(name: &str, path: &Path, shared: bool) -> anyhow::Result<DiskSpec> {
         name: name.into(),
         from: None,
         size_gib: None,
+        on_full: Default::default(),
         path: path.to_str().context("a path")?.to_owned(),
         read_only: false,
         shared,

@@ -150,6 +150,7 @@ fn serve(image: &Path, socket: &Path, ram: &Arc<RamFile>) -> Result<Disk> {
         filters: Vec::new(),
         ram: Arc::clone(ram),
         has_image: true,
+        waits_for_room: true,
         handed: None,
     })?)
 }

@@ -83,6 +83,7 @@ impl Served {
             filters,
             ram: Arc::new(RamFile::open(&place.memory, MEMORY_BYTES)?),
             has_image: true,
+            waits_for_room: true,
             handed: None,
         })?;
         let thread = disk_threads()?.difference(&before).next().cloned();

@@ -6,20 +6,26 @@ mod booted;
 use anyhow::{Context as _, Result, bail, ensure};
 use booted::{LONG, LOOK_EVERY, versions};
 use godwit_e2e::guests::counter_vm;
+use godwit_e2e::host::{kill_qemu_of, kill_qemus_on};
 use godwit_e2e::pair::{Options, Pair};
+use godwit_e2e::verdict::hypervisors_on;
 use godwit_testkit::guest::boot_disk;
 use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
-use godwit_types::vm::{Accelerator, DiskSpec, VmState};
+use godwit_types::vm::{Accelerator, DiskSpec, OnFull, VmState};
 use std::fs::{File, Permissions};
 use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 const BYTES: u64 = 1 << 20;
+/// How long a disk is full before its guest is paused, where a test waits for that, and where it is not to come.
+const SOON: Duration = Duration::from_millis(100);
+const NEVER: Duration = Duration::from_secs(3600);
 
 /// A small file system, whose image has no room for the guest's last sector.
 struct Small {
@@ -29,11 +35,16 @@ struct Small {
 }
 
 impl Small {
-    fn booted(usr: Option<&Path>) -> Result<Self> {
+    fn booted(usr: Option<&Path>, patience: Duration) -> Result<Self> {
+        Self::that(OnFull::Wait, usr, patience)
+    }
+
+    fn that(on_full: OnFull, usr: Option<&Path>, patience: Duration) -> Result<Self> {
         let pair = match usr {
             Some(usr) => Pair::with_programs(Accelerator::Tcg, usr)?,
             None => Pair::new(Accelerator::Tcg)?,
         };
+        pair.patience(patience);
         let directory = tempfile::tempdir_in("/var/tmp")?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755))?;
         let place = directory.path().join("small");
@@ -65,6 +76,7 @@ impl Small {
             shared: true,
             from: None,
             size_gib: None,
+            on_full,
         }];
         spec.check()?;
         small.pair.boot(&spec)?;
@@ -128,6 +140,33 @@ impl Small {
         Ok(round)
     }
 
+    /// Nothing let the guest go on so far: its disk has no more room than before.
+    fn was_not_let_go(&self) -> Result<()> {
+        let log = std::fs::read_to_string(self.pair.a.log())?;
+        ensure!(!log.contains("may have room"), "it went on without room");
+        Ok(())
+    }
+
+    /// What a reboot empties is empty, and nothing runs. A new VM process finds the records.
+    fn loses_power(&self) -> Result<()> {
+        let host = &self.pair.a;
+        self.pair.supervised.store(false, Ordering::SeqCst);
+        host.kill_process();
+        let deadline = Instant::now() + LONG;
+        while !hypervisors_on(host.ram_dir()).is_empty() {
+            kill_qemus_on(host.ram_dir());
+            ensure!(Instant::now() < deadline, "its QEMU does not die");
+            std::thread::yield_now();
+        }
+        for directory in [host.ram_dir().to_owned(), host.run_dir()] {
+            std::fs::remove_dir_all(&directory)?;
+            std::fs::create_dir_all(&directory)?;
+        }
+        host.start_process()?;
+        self.pair.supervised.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
     fn ask(&self, request: &VmRequest) -> Result<()> {
         match self.pair.a.ask(request)? {
             VmAnswer::Done(_) => Ok(()),
@@ -139,7 +178,7 @@ impl Small {
 impl Drop for Small {
     fn drop(&mut self) {
         self.pair.a.kill_process();
-        godwit_e2e::host::kill_qemu_of(&self.pair.a.run_dir());
+        kill_qemu_of(&self.pair.a.run_dir());
         let place = self.directory.path().join("small");
         let _ = Command::new("umount").arg("--lazy").arg(place).status();
     }
@@ -152,15 +191,10 @@ fn has(vm: &HostVm, words: &str) -> bool {
 #[test]
 fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room() -> Result<()> {
     for (version, usr) in versions() {
-        let small = Small::booted(usr.as_deref())?;
-        small.is_full()?;
+        let small = Small::booted(usr.as_deref(), SOON)?;
+        small.is_paused()?;
         let stuck = small.round()?;
         // QEMU answers all the while.
-        ensure!(matches!(
-            small.pair.a.ask(&VmRequest::Blockers)?,
-            VmAnswer::Blockers(_)
-        ));
-        small.is_paused()?;
         ensure!(matches!(
             small.pair.a.ask(&VmRequest::Blockers)?,
             VmAnswer::Blockers(_)
@@ -170,6 +204,7 @@ fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
         small.until("taken over", |_| small.pair.a.starts() > starts)?;
         small.is_paused()?;
         ensure!(small.round()? == stuck, "it ran meanwhile");
+        small.was_not_let_go()?;
         std::fs::remove_file(small.filler())?;
         let round = small.goes_on(&small.image)?;
         println!("  QEMU {version}: stuck at round {stuck}, went on to {round}");
@@ -181,11 +216,15 @@ fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
 fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() -> Result<()> {
     for (version, usr) in versions() {
         for waits_for_pause in [false, true] {
-            let small = Small::booted(usr.as_deref())?;
+            let patience = if waits_for_pause { SOON } else { NEVER };
+            let small = Small::booted(usr.as_deref(), patience)?;
             match waits_for_pause {
                 true => small.is_paused()?,
                 false => small.is_full()?,
             }
+            // QEMU answers all the while.
+            let blockers = small.pair.a.ask(&VmRequest::Blockers)?;
+            ensure!(matches!(blockers, VmAnswer::Blockers(_)), "{blockers:?}");
             let larger = small.directory.path().join("larger");
             std::fs::create_dir(&larger)?;
             std::fs::set_permissions(&larger, Permissions::from_mode(0o777))?;
@@ -209,7 +248,7 @@ fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() ->
 #[test]
 fn a_guest_whose_disk_is_full_is_not_migrated_and_stays() -> Result<()> {
     for is_paused in [false, true] {
-        let small = Small::booted(None)?;
+        let small = Small::booted(None, if is_paused { SOON } else { NEVER })?;
         match is_paused {
             false => small.is_full()?,
             true => small.is_paused()?,
@@ -219,8 +258,53 @@ fn a_guest_whose_disk_is_full_is_not_migrated_and_stays() -> Result<()> {
         let error = refused.err().context("it is on its way")?.to_string();
         let told = ["not migrated while its disk 'root' is full", "move-disk"];
         ensure!(told.iter().all(|word| error.contains(word)), "{error}");
-        stays(&small)?;
+        match is_paused {
+            false => {
+                small.is_full()?;
+                std::fs::remove_file(small.filler())?;
+                small.goes_on(&small.image)?;
+            }
+            true => stays(&small)?,
+        }
     }
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_waits_for_room_when_its_host_loses_power_is_booted_and_one_that_a_person_paused_is_not()
+-> Result<()> {
+    for is_by_person in [false, true] {
+        let small = Small::booted(None, SOON)?;
+        small.is_paused()?;
+        if is_by_person {
+            small.ask(&VmRequest::Pause)?;
+        }
+        small.loses_power()?;
+        std::fs::remove_file(small.filler())?;
+        // As its agent does with each VM that should run and has no guest.
+        let booted = small.ask(&VmRequest::Boot);
+        if is_by_person {
+            let refused = booted.err().context("it was booted")?.to_string();
+            ensure!(refused.contains("does not run by the record"), "{refused}");
+        } else {
+            booted?;
+            let round = small.goes_on(&small.image)?;
+            println!("  booted anew, and came to round {round}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_whose_disk_is_to_fail_gets_an_error_and_runs_on() -> Result<()> {
+    let small = Small::that(OnFull::Error, None, SOON)?;
+    let deadline = Instant::now() + LONG;
+    while !boot_disk::progress(&File::open(small.pair.a.ram_file()?)?)?.is_wrong {
+        ensure!(Instant::now() < deadline, "it gets none");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    let vm = small.pair.a.vm()?;
+    ensure!((vm.state, &vm.note) == (VmState::Running, &None), "{vm:?}");
     Ok(())
 }
 

@@ -58,6 +58,7 @@ impl Site {
             shared: false,
             from: None,
             size_gib: None,
+            on_full: Default::default(),
         }];
         spec.check()?;
         self.pair.boot(&spec)

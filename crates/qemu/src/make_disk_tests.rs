@@ -32,6 +32,7 @@ impl Here {
             shared: false,
             from: from.map(|from| text(self.at(from))),
             size_gib,
+            on_full: Default::default(),
         }
     }
 

@@ -3,10 +3,12 @@
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
 mod boots;
+mod disks;
 mod made;
 mod new;
 
 pub use boots::Firmware;
+pub use disks::OnFull;
 pub use made::DISK_GIB_MAX;
 
 use crate::ids::{PortGroup, VmName};
@@ -147,6 +149,9 @@ pub struct DiskSpec {
     /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_gib: Option<u64>,
+    /// What becomes of the guest's writes when the image has no room left.
+    #[serde(default, skip_serializing_if = "OnFull::waits")]
+    pub on_full: OnFull,
 }
 
 impl DiskSpec {
@@ -352,28 +357,6 @@ impl VmSpec {
                 return Err(InvalidVm(format!(
                     "mac = \"{}\" is not a unicast MAC address: use six pairs of hex digits such as 52:54:00:12:34:56",
                     mac.escape_debug()
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    fn check_disks(&self) -> Result<(), InvalidVm> {
-        if self.disks.len() > DISKS_MAX {
-            return Err(InvalidVm(format!(
-                "{} disks are too many: use at most {DISKS_MAX}",
-                self.disks.len()
-            )));
-        }
-        for (index, disk) in self.disks.iter().enumerate() {
-            check_path("disk path", &disk.path)?;
-            disk.check_making()?;
-            if !crate::ids::is_valid_name(&disk.name)
-                || self.disks.iter().take(index).any(|d| d.name == disk.name)
-            {
-                return Err(InvalidVm(format!(
-                    "disk name '{}' is not valid or not unique in this VM",
-                    disk.name.escape_debug()
                 )));
             }
         }

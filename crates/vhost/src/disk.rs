@@ -59,6 +59,8 @@ pub struct Settings {
     pub ram: Arc<RamFile>,
     /// Whether the image is locked; else no request is taken before [`crate::Disk::take_image`].
     pub has_image: bool,
+    /// Whether writes wait for which the image has no room; else the guest gets an error.
+    pub waits_for_room: bool,
     /// QEMU's connection, where another program had the disk until now.
     pub handed: Option<Handover>,
 }
@@ -104,6 +106,7 @@ pub(crate) struct Device {
     first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
+    pub(crate) waits_for_room: bool,
     pub(crate) full: Full,
     pub(crate) held: bool,
     /// How many want that nothing goes to the image, to change what is below the guest's requests.
@@ -155,6 +158,7 @@ impl Device {
             told_size: false,
             first: 0,
             opens_at: None,
+            waits_for_room: settings.waits_for_room,
             full: Full::default(),
             held: false,
             stands: 0,

@@ -1,7 +1,7 @@
 //! An image whose file system has no room left: the guest's requests wait until it has.
 //!
 //! Part of [`Device`]. An error would make the guest's file system read-only or worse, and there is no status for 'full' in
-//! virtio. A queue that is to end meanwhile, since its guest is stopped, leaves what
+//! virtio; a disk may be told to give one all the same. A queue that is to end meanwhile, since its guest is stopped, leaves what
 //! waits in the in-flight area: it is carried out when the queue begins again, by whoever has the disk then. A guest that is reset
 //! begins with another area. Refuses: to keep QEMU waiting for a queue that is to end, and to let a flush wait: one that failed has
 //! been told of data that is lost, and tried again it would seem to succeed.
@@ -55,7 +55,7 @@ impl Device {
     /// Whether a request is to wait for room, and not to fail. Its queue may end, so it has to be somewhere then: nowhere but in
     /// the in-flight area.
     pub(crate) fn parks(&self, request: &Request, outcome: Outcome) -> bool {
-        let waits = request.work.changes() && has_no_room(outcome);
+        let waits = self.waits_for_room && request.work.changes() && has_no_room(outcome);
         waits && self.may_park(queue_of(request.token))
     }
 

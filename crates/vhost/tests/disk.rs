@@ -480,6 +480,25 @@ fn a_flush_that_found_no_room_fails_and_is_not_tried_again_as_if_nothing_were_lo
 }
 
 #[test]
+fn a_disk_that_is_told_so_gives_an_error_where_there_is_no_room_and_goes_on() {
+    let site = Site::new(MIB);
+    let faults = Fault::default();
+    let disk = site.disk_that_fails_full(vec![Box::new(faults.clone())]);
+    let mut guest = site.guest();
+    for error in [Errno::NOSPC, Errno::DQUOT] {
+        faults.fail_writes(1, error);
+        guest.submit(0, &site.write_of(0, 0, 1, 512));
+        guest.wait(0);
+        assert_eq!((site.status(0), site.content()[0]), (1, 0));
+    }
+    guest.submit(0, &site.write_of(1, 1, 2, 512));
+    guest.wait(0);
+    assert_eq!((site.status(1), site.content()[512]), (0, 2));
+    let status = disk.status().unwrap();
+    assert_eq!((status.full_for, status.unanswered), (None, 0));
+}
+
+#[test]
 fn qemu_is_not_kept_waiting_by_a_disk_without_room() {
     let site = Site::new(MIB);
     let (disk, mut guest, _) = without_room(&site);

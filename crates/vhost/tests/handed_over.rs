@@ -32,6 +32,7 @@ fn goes_on(site: &Site, handed: Handover) -> Disk {
         filters: Vec::new(),
         ram: Arc::clone(&site.ram),
         has_image: true,
+        waits_for_room: true,
         handed: Some(handed),
     })
     .unwrap()

@@ -74,6 +74,7 @@ mod tests {
             shared,
             from: None,
             size_gib: None,
+            on_full: Default::default(),
         };
         let mut vm = spec();
         let on_a = WrittenOn::Host(a.clone());

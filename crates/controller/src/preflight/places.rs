@@ -87,6 +87,7 @@ mod tests {
             shared: false,
             from: None,
             size_gib: None,
+            on_full: Default::default(),
         }
     }
 

@@ -51,6 +51,7 @@ mod tests {
             shared: false,
             from: None,
             size_gib: None,
+            on_full: Default::default(),
         }];
         spec
     }

@@ -94,6 +94,7 @@ async fn one_old_vm_with_too_many_disks_does_not_silence_its_whole_host() {
                 shared: false,
                 from: None,
                 size_gib: None,
+                on_full: Default::default(),
             };
             vm.spec.disks = (0..count).map(disk).collect();
         }

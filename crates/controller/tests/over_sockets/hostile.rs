@@ -44,6 +44,7 @@ async fn a_source_does_not_choose_what_its_destination_opens() {
         shared: false,
         from: None,
         size_gib: None,
+        on_full: Default::default(),
     };
     let lies = [
         VmSpec {

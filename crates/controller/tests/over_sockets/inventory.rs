@@ -325,6 +325,7 @@ fn with_a_disk() -> VmSpec {
         shared: false,
         from: None,
         size_gib: None,
+        on_full: Default::default(),
     });
     wish
 }

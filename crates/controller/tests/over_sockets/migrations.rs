@@ -208,19 +208,24 @@ async fn dry_run(house: &House) -> PreflightReport {
     }
 }
 
-#[tokio::test]
-async fn all_refusals_of_preflight_are_shown_together() {
-    let house = House::new().await;
-    let (a, b) = (house.host("a").await, house.host("b").await);
-    let mut web = spec("web");
-    web.disks.push(DiskSpec {
+fn a_disk() -> DiskSpec {
+    DiskSpec {
         name: "data".into(),
         path: "/data.raw".into(),
         read_only: false,
         shared: false,
         from: None,
         size_gib: None,
-    });
+        on_full: Default::default(),
+    }
+}
+
+#[tokio::test]
+async fn all_refusals_of_preflight_are_shown_together() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let mut web = spec("web");
+    web.disks.push(a_disk());
     house.client().create_vm(&web).await.unwrap();
     let on_a = StartRequest {
         on: Some(host("a")),

@@ -119,6 +119,7 @@ impl Site {
             filters,
             ram: Arc::clone(&self.ram),
             has_image: true,
+            waits_for_room: true,
             handed: None,
         }
     }

@@ -41,6 +41,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         filters: Vec::new(),
         ram: Arc::new(ram),
         has_image: true,
+        waits_for_room: true,
         handed: None,
     })?;
     // The test holds the other end: one that was killed leaves nothing behind.

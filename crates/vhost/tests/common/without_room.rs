@@ -66,6 +66,16 @@ impl Site {
         self.write(GUEST, &vec![0; (FREE - GUEST) as usize]);
     }
 
+    /// One whose guest gets an error where there is no room.
+    pub fn disk_that_fails_full(&self, filters: Vec<Box<dyn Filter>>) -> Disk {
+        let settings = self.settings(self.geometry(), filters);
+        Disk::start(Settings {
+            waits_for_room: false,
+            ..settings
+        })
+        .unwrap()
+    }
+
     /// One whose image may be another's still.
     pub fn disk_without_image(&self) -> Disk {
         let settings = self.settings(self.geometry(), Vec::new());

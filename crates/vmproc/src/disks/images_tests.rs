@@ -29,6 +29,7 @@ impl Left {
             name: "root".into(),
             from: None,
             size_gib: None,
+            on_full: Default::default(),
             path: path.to_str().unwrap().into(),
             read_only: false,
             shared: false,

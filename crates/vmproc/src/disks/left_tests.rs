@@ -27,6 +27,7 @@ impl Dead {
             shared: false,
             from: None,
             size_gib: None,
+            on_full: Default::default(),
         }];
         let dead = Self {
             _site: site,

@@ -419,6 +419,7 @@ impl Served {
             filters: Vec::new(),
             ram: Arc::clone(&self.ram),
             has_image,
+            waits_for_room: spec.on_full.waits(),
             handed: lock(&self.handed).remove(&index),
         });
         let disk = disk.map_err(|error| self.refused(spec, &error))?;

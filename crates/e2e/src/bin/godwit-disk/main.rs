@@ -89,6 +89,7 @@ fn serve(arguments: &Arguments) -> Result<Disk> {
         filters: Vec::new(),
         ram: Arc::new(RamFile::open(&arguments.memory, bytes)?),
         has_image: true,
+        waits_for_room: true,
         handed: None,
     })?;
     Ok(disk)
