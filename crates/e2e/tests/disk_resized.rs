@@ -46,7 +46,7 @@ fn a_disk_grows_under_its_guest_and_while_the_vm_is_off_and_never_shrinks() -> R
     let site = Site::local()?;
     let said = resize(&site, 1)?;
     ensure!(
-        said.contains("disk 'root' of VM 'vm' has 1 GiB, and its guest sees it now"),
+        said.contains("disk 'root' of VM 'vm' has 1 GiB now, and its guest sees it"),
         "{said}"
     );
     ensure!(length(&site)? == GIB);
@@ -71,7 +71,8 @@ fn a_disk_grows_under_its_guest_and_while_the_vm_is_off_and_never_shrinks() -> R
 
     // A guest that stands still has its disk all the same.
     site.pair.a.ask(&VmRequest::Pause)?;
-    resize(&site, 4)?;
+    let said = resize(&site, 4)?;
+    ensure!(said.contains("once it goes on"), "{said}");
     site.pair.a.ask(&VmRequest::Resume)?;
     site.goes_on(&site.pair.a, 20)?;
 

@@ -157,7 +157,7 @@ impl VmCore {
     fn observe(&mut self, event: &Event) {
         match event {
             Event::QemuDied => self.qemu = Qemu::Dead,
-            Event::Stopped { .. } | Event::GuestHalted
+            Event::Stopped { .. } | Event::GuestHalted | Event::StillOutOfRoom
                 if self.qemu == Qemu::Running && self.may_have_stopped(event) =>
             {
                 self.qemu = Qemu::Paused;

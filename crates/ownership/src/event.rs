@@ -194,6 +194,8 @@ pub enum Event {
     PauseRequested,
     /// The guest's disk has had no room for so long that it would give the disk up: stop it where it stands until there is some.
     OutOfRoom,
+    /// The guest was to go on after that and cannot: it stands still where it was, and waits again.
+    StillOutOfRoom,
     /// Let a paused guest run on.
     ResumeRequested,
     /// Source: a migration begins (preflight done, channels up); the guest runs on.
@@ -391,6 +393,7 @@ named! {
         StopRequested => "stop-requested",
         PauseRequested => "pause-requested",
         OutOfRoom => "out-of-room",
+        StillOutOfRoom => "still-out-of-room",
         ResumeRequested => "resume-requested",
         MigrationBegan => "migration-began",
         SwitchoverRequested => "switchover-requested",
@@ -466,6 +469,7 @@ impl Event {
             Event::StopRequested => EventKind::StopRequested,
             Event::PauseRequested => EventKind::PauseRequested,
             Event::OutOfRoom => EventKind::OutOfRoom,
+            Event::StillOutOfRoom => EventKind::StillOutOfRoom,
             Event::ResumeRequested => EventKind::ResumeRequested,
             Event::MigrationBegan { .. } => EventKind::MigrationBegan,
             Event::SwitchoverRequested => EventKind::SwitchoverRequested,

@@ -349,12 +349,13 @@ impl VmCore {
         }
     }
 
-    pub(crate) fn on_guest_halted(&self) -> Reaction {
+    /// The guest stands still, for a person or until there is room.
+    pub(crate) fn on_guest_halted(&self, why: Power) -> Reaction {
         let paused = |first| {
             write_after(
                 State::Held(Held::Paused),
                 first,
-                self.holds(Power::Paused),
+                self.holds(why),
                 OnFail::Back(self.unless_unsettled(State::Held(Held::Paused))),
                 self.tell_if_unconfirmed(),
             )
@@ -364,7 +365,9 @@ impl VmCore {
             State::Leaving(Leaving::Precopy(with, _)) => paused(self.leave(with, Ending::Failed)),
             State::Leaving(Leaving::Switching(_, a)) => paused(self.leave(&a.with, Ending::Failed)),
             // It does not go on by itself, whatever room there is.
-            State::Held(Held::Paused) if self.waits_for_room() => paused(Vec::new()),
+            State::Held(Held::Paused) if why == Power::Paused && self.waits_for_room() => {
+                paused(Vec::new())
+            }
             State::Held(Held::Paused) => Ignore("the guest is paused already"),
             State::Leaving(Leaving::GiftUncertain(_)) => {
                 Ignore("decided once the journal can be written")

@@ -44,7 +44,8 @@ impl VmCore {
             Event::Timeout(Timer::Ask) => self.on_ask_timeout(),
             Event::Cancel => self.on_cancel(),
             Event::GuestShutdown => self.on_guest_shutdown(),
-            Event::GuestHalted => self.on_guest_halted(),
+            Event::GuestHalted => self.on_guest_halted(Power::Paused),
+            Event::StillOutOfRoom => self.on_guest_halted(Power::WaitsForRoom),
             Event::GuestReset => self.on_guest_reset(),
             Event::QemuDied => self.on_qemu_died(),
             Event::OperatorResolve {

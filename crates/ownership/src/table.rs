@@ -301,6 +301,7 @@ impl Names {
             EventKind::StopRequested => Event::StopRequested,
             EventKind::PauseRequested => Event::PauseRequested,
             EventKind::OutOfRoom => Event::OutOfRoom,
+            EventKind::StillOutOfRoom => Event::StillOutOfRoom,
             EventKind::ResumeRequested => Event::ResumeRequested,
             EventKind::MigrationBegan => Event::MigrationBegan {
                 migration,

@@ -101,13 +101,15 @@ pub(crate) struct Device {
     /// Whether another program may go on with the connection: what QEMU says is for that one.
     pub(crate) is_handed_over: bool,
     /// Whether this front end was told of the disk's size, which may be another than its predecessor said.
-    told_size: bool,
+    pub(crate) told_size: bool,
     /// The queue that is looked at first.
     first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
     pub(crate) waits_for_room: bool,
     pub(crate) full: Full,
+    /// Whether a sync has failed of which the guest has not heard.
+    pub(crate) lost_sync: bool,
     pub(crate) held: bool,
     /// How many want that nothing goes to the image, to change what is below the guest's requests.
     pub(crate) stands: usize,
@@ -160,6 +162,7 @@ impl Device {
             opens_at: None,
             waits_for_room: settings.waits_for_room,
             full: Full::default(),
+            lost_sync: false,
             held: false,
             stands: 0,
             has_image: settings.has_image,
@@ -417,6 +420,7 @@ impl Device {
             did = true;
             let token = request.token;
             if (token >> 32) as u16 != self.guest.life {
+                self.is_unheard(&request, outcome);
                 continue;
             }
             if self.parks(&request, outcome) {
@@ -424,6 +428,7 @@ impl Device {
                 continue;
             }
             self.let_parked_go(token);
+            let outcome = self.outcome_for_guest(&request, outcome);
             self.answer_request(&request, outcome);
         }
         did

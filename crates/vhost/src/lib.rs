@@ -32,6 +32,7 @@ mod own_image;
 mod queue;
 pub mod ring;
 mod shared_area;
+mod unheard;
 
 pub use disk::Settings;
 pub use error::Error;

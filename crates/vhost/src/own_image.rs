@@ -40,7 +40,10 @@ impl Device {
         let image = image.ok_or(busy)?;
         // From here on nothing is taken, also where this fails.
         self.has_image = false;
-        Ok(image.give_back(name)?)
+        // It makes durable what the guest wrote, which may have the image back.
+        Ok(image
+            .give_back(name)
+            .inspect_err(|_| self.lost_sync = true)?)
     }
 
     /// Goes on with another image of the same size, without what was put below the guest's filters.
@@ -66,6 +69,8 @@ impl Device {
         let bytes = bytes - bytes % block;
         if bytes != self.guest.geometry.bytes {
             self.guest.geometry.bytes = bytes;
+            // QEMU does not listen while its guest or the disk stands still: it is told again when that begins.
+            self.told_size = false;
             self.tell_size()?;
         }
         Ok(bytes)

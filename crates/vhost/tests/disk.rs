@@ -250,6 +250,26 @@ fn a_guest_hears_of_a_new_size() {
 }
 
 #[test]
+fn a_guest_that_stood_still_while_its_disk_got_larger_hears_of_it_when_it_goes_on() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    guest.send(21, &[], &[std::os::fd::AsFd::as_fd(&theirs)]);
+    guest.end_queue(0);
+    guest.end_queue(1);
+    let file = std::fs::File::options().write(true).open(&site.image);
+    file.unwrap().set_len(2 * MIB).unwrap();
+    assert_eq!(disk.measure().unwrap(), 2 * MIB);
+    let mut message = [0; 12];
+    std::io::Read::read_exact(&mut &ours, &mut message).unwrap();
+    // That one QEMU does not heed.
+    guest.start();
+    std::io::Read::read_exact(&mut &ours, &mut message).unwrap();
+    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+}
+
+#[test]
 fn a_successor_with_a_larger_image_tells_its_guest_once() {
     let site = Site::new(MIB);
     let disk = site.disk(Vec::new());

@@ -4,6 +4,8 @@ mod common;
 
 use common::{Gate, Site, wait_until};
 use godwit_blockio::filters::Delay;
+use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
+use rustix::io::Errno;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -43,6 +45,44 @@ fn requests_that_were_under_way_are_carried_out_by_the_successor_each_answered_o
     guest.submit(0, &site.write_of(20, 20, 99, 512));
     guest.wait(0);
     assert_eq!(site.content()[20 * 512], 99);
+}
+
+/// Fails the first flush, as the kernel tells of lost data: once.
+#[derive(Default)]
+struct LosesData(bool);
+
+impl Filter for LosesData {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        match request.work == Work::Flush && !std::mem::replace(&mut self.0, true) {
+            true => flow.up(request, Outcome::Failed(Errno::IO)),
+            false => flow.down(request),
+        }
+    }
+}
+
+#[test]
+fn a_flush_that_failed_while_qemu_was_away_has_failed_for_the_guest() {
+    let site = Site::new(MIB);
+    let gate = Gate::default();
+    let mut filters = gate.filters();
+    filters.push(Box::<LosesData>::default());
+    let disk = site.disk(filters);
+    let mut guest = site.guest();
+    let flush = |number| site.request(number, 4, 0, None);
+    guest.submit(0, &flush(0));
+    wait_until(&disk, |status| status.under_way == 1);
+    guest.hang_up();
+    wait_until(&disk, |status| !status.connected);
+    gate.set_open(true);
+    wait_until(&disk, |status| status.under_way == 0);
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.start();
+    guest.wait(0);
+    assert_eq!(site.status(0), 1, "the second one tells of nothing");
+    guest.submit(0, &flush(1));
+    guest.wait(0);
+    assert_eq!(site.status(1), 0);
 }
 
 #[test]

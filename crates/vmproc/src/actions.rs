@@ -171,8 +171,7 @@ impl Vm {
                 "the guest is not let run without its disks; it is left paused"
             );
             self.failed(&why);
-            self.halted = Some(why);
-            return Some(Event::GuestHalted);
+            return Some(self.halts(why));
         }
         match hyper.machine.cont_patiently(permit, QMP_WAIT, deadline) {
             Ok(generation) => {
@@ -199,9 +198,8 @@ impl Vm {
             Err(error) => {
                 // It may be the only copy of the guest: it stands still until somebody resumes it.
                 tracing::error!(%error, "the guest cannot be let run; it is left paused");
-                self.halted = Some(error.to_string());
                 self.failed(&error);
-                Some(Event::GuestHalted)
+                Some(self.halts(error.to_string()))
             }
         }
     }
@@ -209,6 +207,7 @@ impl Vm {
     /// The guest was let run at `began`, and runs.
     pub(crate) fn runs_on(&mut self, began: Instant) {
         self.halted = None;
+        self.has_gone_on();
         self.went_on();
         self.arrived(began);
         if let Some(hyper) = &self.hyper {

@@ -60,6 +60,8 @@ pub(crate) struct Room {
     wait: Option<Wait>,
     /// How many there were: what is found for an earlier one says nothing of a later.
     waits: u64,
+    /// Whether the guest was let go on after one, and it is not known yet that it runs.
+    goes_on: bool,
     /// Which disk it is for, where that is known.
     full: Option<WaitsForRoom>,
     looked: Option<Instant>,
@@ -166,11 +168,30 @@ impl Vm {
         if !is_meant || !self.waits_for_room() {
             return;
         }
-        tracing::info!("the guest's disk may have room: the guest goes on");
+        tracing::info!("the guest goes on, since its disk may have room");
         self.room.went_on = Some(Instant::now());
-        // One that cannot go on waits again: its record may be on the same full file system.
         self.room.wait = None;
+        self.room.goes_on = true;
         self.feed(Event::ResumeRequested);
+        self.room.goes_on = self.unsure.is_some();
+        // One that cannot go on waits again: its record may be on the same full file system, or its hypervisor refuses.
+        if !self.waits_for_room() {
+            self.wait_no_more();
+        }
+    }
+
+    /// The guest runs.
+    pub(crate) fn has_gone_on(&mut self) {
+        self.room.goes_on = false;
+    }
+
+    /// A guest cannot be let run: it stands still for a person, or waits again.
+    pub(crate) fn halts(&mut self, why: String) -> Event {
+        if std::mem::take(&mut self.room.goes_on) {
+            return Event::StillOutOfRoom;
+        }
+        self.halted = Some(why);
+        Event::GuestHalted
     }
 
     /// Whatever the guest stands still for from now on, it is not that.

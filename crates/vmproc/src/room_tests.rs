@@ -1,7 +1,7 @@
 //! A guest that stands still until its disk has room: who knows it, and what ends it.
 
 use crate::off_tests::FullDisk;
-use crate::testing::{FakeQemu, Site, ask, holds, open, shown};
+use crate::testing::{FakeQemu, Site, ask, holds, look, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::{Event, Power};
 use godwit_types::ErrorCode;
@@ -73,6 +73,36 @@ fn a_guest_that_cannot_go_on_though_there_is_room_waits_again() {
     drop(full);
     vm.may_have_room(second);
     assert_eq!(shown(&vm).state, VmState::Running);
+}
+
+#[test]
+fn a_guest_whose_hypervisor_does_not_let_it_go_on_waits_again() {
+    let (_site, qemu, mut vm) = waiting();
+    let first = wait(&mut vm);
+    qemu.refuses(Some("cont"));
+    vm.cont_wait = std::time::Duration::ZERO;
+    vm.may_have_room(first);
+    assert_eq!(shown(&vm).state, VmState::Unreachable);
+    look(&mut vm);
+    assert!(waits(&vm), "{:?}", shown(&vm));
+    assert!(qemu.asked("cont") > 0);
+    assert_eq!(vm.core.record().power(), Some(Power::WaitsForRoom));
+    let second = wait(&mut vm);
+    qemu.refuses(None);
+    vm.cont_wait = std::time::Duration::from_secs(60);
+    vm.may_have_room(second);
+    assert_eq!(shown(&vm).state, VmState::Running);
+}
+
+#[test]
+fn no_note_of_a_full_disk_outlives_the_wait() {
+    let (site, _qemu, mut vm) = waiting();
+    let note = vm.paths.waits_for_room();
+    std::fs::write(&note, r#"{"launch":1,"disk":"root","path":"/root.raw"}"#).unwrap();
+    let number = wait(&mut vm);
+    vm.may_have_room(number);
+    assert!(!note.exists() && vm.room.full.is_none());
+    drop(site);
 }
 
 #[test]

@@ -22,7 +22,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A request that the VM's thread answers at once.
 pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {
@@ -367,4 +367,14 @@ fn speak(stream: UnixStream, script: &(Mutex<Script>, Condvar)) -> std::io::Resu
 fn spec_of_web() -> VmSpec {
     let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/no/such/kernel\"";
     VmSpec::from_toml(text).unwrap()
+}
+
+/// Looks until it is known whether the guest runs.
+pub(crate) fn look(vm: &mut Vm) {
+    let until = Instant::now() + LONG;
+    while vm.unsure.is_some() {
+        assert!(Instant::now() < until, "it is never known");
+        vm.look_again();
+        std::thread::yield_now();
+    }
 }

@@ -317,8 +317,7 @@ impl Vm {
             }
             GuestNews::Halted(why) => {
                 self.guest_ended(&format!("{why} during the migration"));
-                self.halted = Some(why);
-                Event::GuestHalted
+                self.halts(why)
             }
             GuestNews::Died => {
                 self.guest_ended("the hypervisor of the guest died during the migration");

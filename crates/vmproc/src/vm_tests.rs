@@ -1,6 +1,6 @@
 //! A whole VM process but its threads of control: starts, hypervisors that speak or do not, and reports.
 
-use crate::testing::{LONG, Site, ask, holds, migration, open, report, shown, unconfirmed};
+use crate::testing::{LONG, Site, ask, holds, look, migration, open, report, shown, unconfirmed};
 use crate::vm::Vm;
 use godwit_ownership::Power;
 use godwit_store::{load_json, save_json};
@@ -223,16 +223,6 @@ fn unsure(site: &Site) -> (Vm, crate::testing::FakeQemu) {
     let again = ask(&mut vm, VmRequest::Resume).unwrap_err();
     assert_eq!(again.code, ErrorCode::WrongState, "{}", again.message);
     (vm, qemu)
-}
-
-/// Looks until it is known whether the guest runs.
-fn look(vm: &mut Vm) {
-    let until = Instant::now() + LONG;
-    while vm.unsure.is_some() {
-        assert!(Instant::now() < until, "it is never known");
-        vm.look_again();
-        std::thread::yield_now();
-    }
 }
 
 #[test]

@@ -245,7 +245,9 @@ impl Host {
         self.waiting += 1;
         match &event {
             Event::QemuDied => self.qemu = Qemu::Dead,
-            Event::Stopped { .. } | Event::GuestHalted if self.qemu == Qemu::Running => {
+            Event::Stopped { .. } | Event::GuestHalted | Event::StillOutOfRoom
+                if self.qemu == Qemu::Running =>
+            {
                 self.qemu = Qemu::Paused
             }
             _ => {}
@@ -491,6 +493,7 @@ fn guest_event(which: u8) -> Option<Event> {
         Event::GuestHalted,
         Event::GuestReset,
         Event::OutOfRoom,
+        Event::StillOutOfRoom,
     ];
     let count = all.len();
     all.into_iter().nth(usize::from(which) % count)

@@ -7,7 +7,7 @@
 
 use super::claim::{as_opener, bears_record, fresh_id};
 use super::left::kept;
-use super::{BLOCK, Disks, LOCK_WAIT, lock_name, told};
+use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
 use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved, with_other_rights};
@@ -21,7 +21,7 @@ use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use rustix::fs::fstatvfs;
+use rustix::fs::{fstat, fstatvfs};
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
@@ -43,8 +43,13 @@ impl Disks {
         if served.held().is_none() || !status.has_image {
             return Err(refused(&"its image is not this host's now"));
         }
-        let image = disk.lend_image().map_err(|error| refused(&error))?;
-        let image = File::from(image);
+        // Opened anew: that the new length did not become durable would else be told here, and not by the guest's next flush.
+        let image = served.open_file(spec)?;
+        let lent = disk.lend_image().map_err(|error| refused(&error))?;
+        if !is_same(&image, &lent).map_err(|error| refused(&error))? {
+            let why = format!("another file lies at {} than its image", spec.path);
+            return Err(refused(&why));
+        }
         let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
             .map_err(|why| refused(&not_grown(spec, &why)))?;
         if bytes < status.bytes {
@@ -59,11 +64,14 @@ impl Disks {
         measured.map_err(|error| {
             let (path, now) = (&spec.path, size(bytes));
             refused(&format!(
-                "{path} has {now} now, which its guest sees only once the disk is served anew: {}",
-                told(spec, &error)
+                "{path} has {now} now, and its guest was not told: {error}; give the same command again"
             ))
         })?;
-        let what = format!("{}, and its guest sees it", size(bytes));
+        let hears = match status.running > 0 {
+            true => ", and its guest sees it",
+            false => ", and its guest sees it once it goes on",
+        };
+        let what = format!("{} now{hears}", size(bytes));
         Ok(done(&served.config, wish, &what, &image))
     }
 }
@@ -99,7 +107,8 @@ impl AtRest {
             .map_err(|why| refused(&why))?;
         let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
             .map_err(|why| refused(&not_grown(spec, &why)))?;
-        Ok(done(&self.config, wish, &size(bytes), image.as_fd()))
+        let what = format!("{} now", size(bytes));
+        Ok(done(&self.config, wish, &what, image.as_fd()))
     }
 
     fn owner(&self) -> user::User {
@@ -170,9 +179,16 @@ fn has_none(config: &VmProcessConfig, disk: &str) -> ApiError {
 
 fn must_be_written(spec: &DiskSpec) -> Result<(), &'static str> {
     match spec.read_only {
-        true => Err("its guest only reads it: make its file larger while the VM is off"),
+        true => Err(
+            "its guest only reads it: while the VM is off, make its file longer with 'truncate -s SIZE FILE'",
+        ),
         false => Ok(()),
     }
+}
+
+fn is_same(one: &File, other: impl AsFd) -> io::Result<bool> {
+    let (one, other) = (fstat(one)?, fstat(other)?);
+    Ok((one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
 }
 
 fn not_grown(spec: &DiskSpec, why: &dyn Display) -> String {
@@ -181,7 +197,7 @@ fn not_grown(spec: &DiskSpec, why: &dyn Display) -> String {
 
 /// What a person hears; also where the guest cannot fill the disk.
 fn done(config: &VmProcessConfig, wish: &ResizeDisk, what: &str, image: impl AsFd) -> String {
-    let said = format!("disk '{}' of VM '{}' has {what} now", wish.disk, config.vm);
+    let said = format!("disk '{}' of VM '{}' has {what}", wish.disk, config.vm);
     match lacks(image.as_fd()) {
         Ok(Some((wanted, free))) => format!(
             "{said}; its file system has {} free, and a full disk would take {}",

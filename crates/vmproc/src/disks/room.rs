@@ -81,8 +81,9 @@ impl Disks {
                 if is_over || served.has_ended.load(Ordering::SeqCst) {
                     return;
                 }
-                let is_worth_it = has_more(&mut least, served.rooms()) || Instant::now() >= until;
-                if is_worth_it || planted("room-not-awaited") {
+                let has_more = has_more(&mut least, served.rooms()) || planted("room-not-awaited");
+                if has_more || Instant::now() >= until {
+                    tracing::info!(has_more, "it is tried whether a full disk has room");
                     return found();
                 }
                 drop(served);
