@@ -173,22 +173,12 @@ impl Outlet for Writers {
 
     fn takes(&mut self, origin: Origin) -> bool {
         let state = self.0.lock();
-        let under_way = state.under_way[origin as usize];
-        let has_room = match origin {
-            Origin::Guest => under_way < GUEST_BYTES_MAX && state.of_guest < GUEST_CHANGES_MAX,
-            Origin::Copy => under_way < state.copy_room,
-        };
-        has_room && state.waiting[origin as usize].len() < WAITING_MAX && !state.is_silent()
+        let has_room = state.room(origin) > 0;
+        has_room && (origin == Origin::Copy || state.of_guest < GUEST_CHANGES_MAX)
     }
 
     fn copies(&mut self) -> usize {
-        let state = self.0.lock();
-        if state.is_silent() || state.waiting[Origin::Copy as usize].len() >= WAITING_MAX {
-            return 0;
-        }
-        let room = state
-            .copy_room
-            .saturating_sub(state.under_way[Origin::Copy as usize]);
+        let room = self.0.lock().room(Origin::Copy);
         usize::try_from(room.div_ceil(REGION)).unwrap_or(usize::MAX)
     }
 
@@ -294,6 +284,18 @@ impl State {
         let is_long = |since: &Instant| since.elapsed() >= SILENT_FOR;
         let mut running = self.running.iter();
         running.any(|(_, since)| is_long(since)) && self.done_at.as_ref().is_none_or(is_long)
+    }
+
+    /// Bytes that may still be given.
+    fn room(&self, origin: Origin) -> u64 {
+        if self.is_silent() || self.waiting[origin as usize].len() >= WAITING_MAX {
+            return 0;
+        }
+        let most = match origin {
+            Origin::Guest => GUEST_BYTES_MAX,
+            Origin::Copy => self.copy_room,
+        };
+        most.saturating_sub(self.under_way[origin as usize])
     }
 
     fn add(&mut self, origin: Origin, range: Range<u64>, change: Change) {

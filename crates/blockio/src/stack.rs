@@ -307,6 +307,45 @@ mod tests {
         assert_eq!(*log.lock().unwrap(), order);
     }
 
+    /// Lets everything pass, and must not be given anything.
+    struct Looks;
+
+    impl Filter for Looks {
+        fn passes_down(&mut self, _request: &Request, _now: Instant) -> bool {
+            true
+        }
+
+        fn passes_up(&mut self, _request: &Request, _outcome: Outcome, _now: Instant) -> bool {
+            true
+        }
+
+        fn down(&mut self, request: Request, _flow: &mut Flow<'_>) {
+            panic!("it is given {request:?}");
+        }
+
+        fn up(&mut self, request: Request, _outcome: Outcome, _flow: &mut Flow<'_>) {
+            panic!("it is given {request:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_filter_lets_pass_goes_by_it_both_ways() {
+        let log = Log::default();
+        let named = |name| Box::new(Named(name, Arc::clone(&log))) as Box<dyn Filter>;
+        let looks = || Box::new(Looks) as Box<dyn Filter>;
+        let filters = vec![looks(), named("a"), looks(), named("b"), looks()];
+        let mut stack = Stack::new(filters, Kept::default());
+        let now = Instant::now();
+        stack.submit(write(1), now);
+        let request = stack.bottom.0.remove(0);
+        stack.completed(request, Outcome::Done, now);
+        assert_eq!(
+            *log.lock().unwrap(),
+            ["a down 1", "b down 1", "b up 1", "a up 1"]
+        );
+        assert!(stack.finished().is_some() && stack.is_idle());
+    }
+
     #[test]
     fn a_request_that_a_filter_made_comes_back_to_it_and_goes_no_further() {
         let log = Log::default();

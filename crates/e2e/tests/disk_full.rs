@@ -5,15 +5,14 @@ mod booted;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use booted::{LONG, LOOK_EVERY, versions};
-use godwit_e2e::guests::counter_vm;
+use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::host::{kill_qemu_of, kill_qemus_on};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_e2e::verdict::hypervisors_on;
 use godwit_testkit::guest::boot_disk;
-use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
-use godwit_types::vm::{Accelerator, DiskSpec, OnFull, VmState};
+use godwit_types::vm::{Accelerator, OnFull, VmState};
 use std::fs::{File, Permissions};
 use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
@@ -66,19 +65,10 @@ impl Small {
         file.write_all_at(&first, 0)?;
         std::fs::set_permissions(&small.image, Permissions::from_mode(0o666))?;
         small.fill()?;
-        let mut spec = counter_vm(small.pair.dir(), &CounterSpec::flat(8), 32)?;
-        spec.set_hardware(Some(2));
-        spec.kernel.clear();
-        spec.disks = vec![DiskSpec {
-            name: "root".into(),
-            path: small.image.to_str().context("a path")?.to_owned(),
-            read_only: false,
-            shared: true,
-            from: None,
-            size_gib: None,
-            on_full,
-        }];
-        spec.check()?;
+        let mut spec = vm_with_disk(small.pair.dir(), &small.image, true)?;
+        for disk in &mut spec.disks {
+            disk.on_full = on_full;
+        }
         small.pair.boot(&spec)?;
         Ok(small)
     }

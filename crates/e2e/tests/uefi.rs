@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::Host;
-use godwit_e2e::guests::counter_vm;
+use godwit_e2e::guests::{counter_vm, disk};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::counter::CounterSpec;
 use godwit_testkit::guest::uefi_program::{self, Progress};
@@ -10,7 +10,7 @@ use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{Accelerator, DiskSpec, Firmware, VmSpec, VmState};
 use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(240);
@@ -51,14 +51,10 @@ impl Site {
     /// Boots the program from a disk.
     fn boot_disk(&self) -> Result<()> {
         let mut spec = self.described()?;
+        let image = self.file("root.raw", &uefi_program::disk()?)?;
         spec.disks = vec![DiskSpec {
-            name: "root".into(),
-            path: self.file("root.raw", &uefi_program::disk()?)?,
             read_only: true,
-            shared: false,
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
+            ..disk("root", Path::new(&image), false)?
         }];
         spec.check()?;
         self.pair.boot(&spec)

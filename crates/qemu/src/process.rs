@@ -5,6 +5,7 @@
 //! one that we took over can only be watched. Dropping the handle never ends the process.
 
 use crate::sync::poll_until;
+use godwit_types::plant::planted;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, OwnedFd, RawFd};
 use rustix::io::Errno;
@@ -173,18 +174,7 @@ fn has_ended(pidfd: &OwnedFd) -> io::Result<bool> {
 /// the process.
 fn says_gone(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
-    takes_any_error_for_gone() || matches!(errno, Some(Errno::NOENT | Errno::SRCH))
-}
-
-/// Never, unless a fault is planted.
-#[cfg(feature = "planted-faults")]
-fn takes_any_error_for_gone() -> bool {
-    std::env::var("GODWIT_PLANT").is_ok_and(|plant| plant == "takes-emfile-for-gone")
-}
-
-#[cfg(not(feature = "planted-faults"))]
-const fn takes_any_error_for_gone() -> bool {
-    false
+    planted("takes-emfile-for-gone") || matches!(errno, Some(Errno::NOENT | Errno::SRCH))
 }
 
 /// `/proc/PID/stat`, in which a process may have given itself a name that is no text.

@@ -29,7 +29,7 @@ impl ResizeDisk {
             true => Ok(()),
             false => Err(ApiError::new(
                 ErrorCode::InvalidRequest,
-                format!("disk '{disk}' cannot have {gib} GiB: a disk has 1 to {DISK_GIB_MAX}"),
+                format!("disk '{disk}' cannot have {gib} GiB: a disk has 1 to {DISK_GIB_MAX} GiB"),
             )),
         }
     }

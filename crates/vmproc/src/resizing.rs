@@ -1,7 +1,7 @@
 //! What the VM's thread does for a disk that is made larger.
 //!
-//! Part of [`Vm`]; the work itself is in [`crate::disks`], on a thread of its own, since storage may hang. Until it is done no
-//! guest starts and nothing begins to move. Refuses: a VM that this host does not hold, one that moves or whose disks do, and disks
+//! Part of [`Vm`]; the work itself is in [`crate::disks`], on a thread of its own, since storage may hang (what an earlier move of a VM that is
+//! off left is settled before, as at a start). Until it is done no guest starts and nothing begins to move. Refuses: a VM that this host does not hold, one that moves or whose disks do, and disks
 //! that QEMU itself has open.
 
 use crate::disks::AtRest;

@@ -322,10 +322,7 @@ pub fn inspect(site: &Site, homes: &BTreeMap<String, String>) -> Vec<Violation> 
         found.extend(
             soon(|| holders(site, vm, home)).map(|what| Violation::new(Kind::Holders, vm, what)),
         );
-        let inspected = memory_and_disk(site, vm, home);
-        if let Ok(disk) = &inspected {
-            found.extend(disk.clone());
-        }
+        let inspected = memory_and_disk(site, vm, home, &mut found);
         found.extend(inspected.err().map(|error| {
             // What follows the first line are logs, which are kept anyway.
             let error = format!("{error:#}");
@@ -442,14 +439,15 @@ fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
     (holders != [home]).then(|| format!("it runs on {home} and is held by {holders:?}"))
 }
 
-/// Pauses a guest, checks all its pages and its disk, and lets it go on. Gives what is wrong with the disk.
-fn memory_and_disk(site: &Site, vm: &str, home: &str) -> Result<Option<Violation>> {
+/// Pauses a guest, checks all its pages and its disk, and lets it go on. What is wrong with the disk is `found`.
+fn memory_and_disk(site: &Site, vm: &str, home: &str, found: &mut Vec<Violation>) -> Result<()> {
     site.stack.wait_counts(vm, home)?;
     site.stack.ok("controller", &["vm", "pause", vm])?;
     let file = site.stack.ram_file(vm, home);
     let checked = file.and_then(|file| Ok(checker::check(&File::open(file)?)?));
-    let has_disk = site.disks.has(vm);
-    let disk = has_disk.then(|| disks::writes(site, vm, home)).flatten();
+    if site.disks.has(vm) {
+        found.extend(disks::writes(site, vm, home));
+    }
     site.stack.ok("controller", &["vm", "resume", vm])?;
     let checked = checked?;
     anyhow::ensure!(
@@ -457,7 +455,7 @@ fn memory_and_disk(site: &Site, vm: &str, home: &str) -> Result<Option<Violation
         "it booted {} times in it",
         checked.control.boots
     );
-    Ok(disk)
+    Ok(())
 }
 
 /// QEMUs, memory and taps on a host beside those of the VMs that run there.

@@ -56,8 +56,7 @@ pub struct SiteCoverage {
     pub exempt: BTreeMap<Exempt, u64>,
     /// VMs that were judged to the end.
     pub judged_vms: u64,
-    /// Images opened, refused since they are in use, refused for what they say, older than anybody there could know, and let go
-    /// by people.
+    /// What became of images, in the order in which [`Self`] tells it.
     pub images: [u64; 7],
     pub steps: u64,
 }
