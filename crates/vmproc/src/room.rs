@@ -180,7 +180,7 @@ impl Vm {
         }
     }
 
-    /// The guest runs.
+    /// What fails from now on has another reason.
     pub(crate) fn has_gone_on(&mut self) {
         self.room.goes_on = false;
     }
