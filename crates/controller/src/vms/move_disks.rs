@@ -14,15 +14,7 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 pub async fn move_disks(app: &App, name: &VmName, wish: &MoveDisks) -> Outcome<DiskMoves> {
     app.until_taken_over(name).await;
     let _turn = app.vm_turns.take(name).await;
-    if let Some(moving) = app.state().active.get(name) {
-        return refuse(
-            ErrorCode::AlreadyMigrating,
-            format!(
-                "VM {name} moves to another host in migration {}: wait for its end",
-                moving.id
-            ),
-        );
-    }
+    must_stay(app, name)?;
     let (host, agent) = host_of(app, name)?;
     let begun = agent.move_disks(name, wish).await;
     app.tell_vm(name);
@@ -48,7 +40,21 @@ pub async fn cancel_disk_moves(app: &App, name: &VmName) -> Outcome<Done> {
     cancelled.map_err(|error| ApiError::from(error).on_host(&host))
 }
 
-fn host_of(app: &App, name: &VmName) -> Outcome<(HostName, AgentClient)> {
+/// Refuses for a VM that moves to another host.
+pub(super) fn must_stay(app: &App, name: &VmName) -> Outcome<()> {
+    match app.state().active.get(name) {
+        None => Ok(()),
+        Some(moving) => refuse(
+            ErrorCode::AlreadyMigrating,
+            format!(
+                "VM {name} moves to another host in migration {}: wait for its end",
+                moving.id
+            ),
+        ),
+    }
+}
+
+pub(super) fn host_of(app: &App, name: &VmName) -> Outcome<(HostName, AgentClient)> {
     let place = app.place_of(name).map_err(way_out)?;
     let agent = app.connected_agent(&place.host).map_err(way_out)?;
     Ok((place.host, agent))

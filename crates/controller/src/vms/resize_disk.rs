@@ -2,8 +2,9 @@
 //!
 //! Owns nothing. Refuses: to begin for a VM that moves to another host, and one that no host has.
 
+use super::move_disks::{host_of, must_stay};
 use crate::app::App;
-use crate::error::{Outcome, refuse, unknown_vm, way_out};
+use crate::error::{Outcome, refuse, unknown_vm};
 use godwit_types::control_api::Done;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::{ApiError, ErrorCode, VmName};
@@ -13,15 +14,7 @@ pub async fn resize_disk(app: &App, name: &VmName, wish: &ResizeDisk) -> Outcome
     wish.check()?;
     app.until_taken_over(name).await;
     let _turn = app.vm_turns.take(name).await;
-    if let Some(moving) = app.state().active.get(name) {
-        return refuse(
-            ErrorCode::AlreadyMigrating,
-            format!(
-                "VM {name} moves to another host in migration {}: wait for its end",
-                moving.id
-            ),
-        );
-    }
+    must_stay(app, name)?;
     if !app.state().vms.contains_key(name) {
         return Err(unknown_vm(name));
     }
@@ -33,9 +26,8 @@ pub async fn resize_disk(app: &App, name: &VmName, wish: &ResizeDisk) -> Outcome
             ),
         );
     }
-    let place = app.place_of(name).map_err(way_out)?;
-    let agent = app.connected_agent(&place.host).map_err(way_out)?;
+    let (host, agent) = host_of(app, name)?;
     let resized = agent.resize_disk(name, wish).await;
     app.tell_vm(name);
-    resized.map_err(|error| ApiError::from(error).on_host(&place.host))
+    resized.map_err(|error| ApiError::from(error).on_host(&host))
 }

@@ -282,31 +282,36 @@ impl Served {
         !spec.read_only && (spec.shared || !is_claimed)
     }
 
-    /// Whose an image is that somebody has open, as far as it says.
-    pub(super) fn named(&self, image: &Image, error: godwit_blockio::Error) -> String {
-        let of_another = |record: &ImageRecord| record.vm != self.config.vm;
-        let held = self.as_opener(|| holder::read(image.as_fd()));
-        let held = held.ok().flatten();
-        let record = held
-            .and_then(|held| record_of(&held).ok().flatten())
-            .filter(of_another);
-        match (error, record) {
-            (godwit_blockio::Error::InUse { path, .. }, Some(record)) => {
-                let ImageRecord { vm, disk, .. } = record;
-                let path = path.display();
-                format!(
-                    "the image {path} is in use: disk '{disk}' of VM '{vm}' has it open; stop that VM, or give this disk another image"
-                )
-            }
-            (error, _) => error.to_string(),
-        }
-    }
-
     fn as_opener<R: Send, E: Denied>(
         &self,
         work: impl Fn() -> Result<R, E> + Sync,
     ) -> Result<R, E> {
         as_opener(&self.config, self.what().uid, work)
+    }
+}
+
+/// Whose an image is that somebody has open, as far as it says.
+pub(super) fn named(
+    config: &VmProcessConfig,
+    uid: u32,
+    image: &Image,
+    error: godwit_blockio::Error,
+) -> String {
+    let of_another = |record: &ImageRecord| record.vm != config.vm;
+    let held = as_opener(config, uid, || holder::read(image.as_fd()));
+    let held = held.ok().flatten();
+    let record = held
+        .and_then(|held| record_of(&held).ok().flatten())
+        .filter(of_another);
+    match (error, record) {
+        (godwit_blockio::Error::InUse { path, .. }, Some(record)) => {
+            let ImageRecord { vm, disk, .. } = record;
+            let path = path.display();
+            format!(
+                "the image {path} is in use: disk '{disk}' of VM '{vm}' has it open; stop that VM, or give this disk another image"
+            )
+        }
+        (error, _) => error.to_string(),
     }
 }
 

@@ -5,12 +5,13 @@
 //! durable only. Owns nothing; waits for storage, so it runs on a thread of its own. Refuses: images that this host does not have, by their
 //! lock and by what they say of themselves, disks that their guests only read, and what [`godwit_blockio::grow`] refuses.
 
-use super::claim::{as_opener, bears_record, fresh_id};
+use super::claim::{as_opener, bears_record, fresh_id, named};
 use super::left::kept;
+use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
 use crate::faults::{planted, reached};
 use crate::files::Paths;
-use crate::hypervisor::{common_user, reserved, with_other_rights};
+use crate::hypervisor::{common_user, reserved};
 use crate::image::record_of;
 use godwit_blockio::grow::{grow, size};
 use godwit_blockio::{Access, Image, holder};
@@ -89,20 +90,15 @@ impl AtRest {
         let mut disks = self.spec.disks.iter();
         let spec = disks.find(|disk| disk.name == wish.disk);
         let spec = spec.ok_or_else(|| has_none(&self.config, &wish.disk))?;
-        let refused = |why: &dyn Display| {
-            let (vm, host, disk) = (&self.config.vm, &self.config.host, &spec.name);
-            let message = format!("disk '{disk}' of VM '{vm}' on host '{host}': {why}");
-            ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
-        };
+        let refused = |why: &dyn Display| refused(&self.config, spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
-        let file = self.open(spec)?;
+        let file = open_file(&self.config, spec, self.owner())?;
         let path = Path::new(&spec.path);
         let mut image =
             Image::of(file, path, Access::ReadWrite, BLOCK).map_err(|error| refused(&error))?;
         let name = lock_name(&self.config, spec);
-        image
-            .lock(&name, LOCK_WAIT)
-            .map_err(|error| refused(&error))?;
+        let locked = image.lock(&name, LOCK_WAIT);
+        locked.map_err(|error| refused(&named(&self.config, self.owner().uid, &image, error)))?;
         self.must_be_ours(spec, image.as_fd())
             .map_err(|why| refused(&why))?;
         let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
@@ -114,17 +110,6 @@ impl AtRest {
     fn owner(&self) -> user::User {
         let reserved = reserved(&self.config);
         user::of_disks(common_user(&self.config, &reserved), &self.spec)
-    }
-
-    fn open(&self, spec: &DiskSpec) -> Result<File, ApiError> {
-        let reserved = reserved(&self.config);
-        let files = with_other_rights(|| {
-            let common = common_user(&self.config, &reserved);
-            let one = std::slice::from_ref(spec);
-            user::open_disks(common, &self.config.vm, one, self.owner())
-        })?;
-        let file = files.into_iter().next().map(File::from);
-        file.ok_or_else(|| has_none(&self.config, &spec.name))
     }
 
     /// As it is judged before it is opened for a guest; but nothing is taken.

@@ -3,7 +3,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
 //! one than QEMU was started with.
 
-use super::claim::Taking;
+use super::claim::{Taking, named};
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
 use super::keeping::Keeping;
@@ -432,12 +432,7 @@ impl Served {
     }
 
     pub(super) fn refused(&self, spec: &DiskSpec, error: &dyn std::fmt::Display) -> ApiError {
-        let (vm, host) = (&self.config.vm, &self.config.host);
-        let message = format!(
-            "disk '{}' of VM '{vm}' on host '{host}': {error}",
-            spec.name
-        );
-        ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+        refused(&self.config, spec, error)
     }
 
     fn geometry(&self, (spec, queues): (&DiskSpec, u16), image: &Image) -> Geometry {
@@ -475,7 +470,7 @@ impl Served {
             return Ok((image, None));
         };
         let locked = image.lock(&lock_name(&self.config, spec), patience);
-        locked.map_err(|error| refused(&self.named(&image, error)))?;
+        locked.map_err(|error| refused(&named(&self.config, self.what().uid, &image, error)))?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,
             None => None,
@@ -490,14 +485,7 @@ impl Served {
             uid: what.uid,
             gid: what.gid,
         };
-        let reserved = reserved(&self.config);
-        let files = with_other_rights(|| {
-            let common = common_user(&self.config, &reserved);
-            let one = std::slice::from_ref(spec);
-            user::open_disks(common, &self.config.vm, one, owner)
-        })?;
-        let file = files.into_iter().next().map(File::from);
-        file.ok_or_else(|| self.refused(spec, &"its image was not opened"))
+        open_file(&self.config, spec, owner)
     }
 
     /// Where a disk's image lies now: one that arrives has a name of its own until its VM is here.
@@ -525,4 +513,30 @@ impl Served {
         };
         save_json(&self.paths.disks(), &what).map_err(internal)
     }
+}
+
+/// Why something is not done with a disk.
+pub(super) fn refused(
+    config: &VmProcessConfig,
+    spec: &DiskSpec,
+    error: &dyn std::fmt::Display,
+) -> ApiError {
+    let (vm, host, disk) = (&config.vm, &config.host, &spec.name);
+    let message = format!("disk '{disk}' of VM '{vm}' on host '{host}': {error}");
+    ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+}
+
+/// Opens a disk's image with the rights of QEMU's user.
+pub(super) fn open_file(
+    config: &VmProcessConfig,
+    spec: &DiskSpec,
+    owner: User,
+) -> Result<File, ApiError> {
+    let reserved = reserved(config);
+    let files = with_other_rights(|| {
+        let common = common_user(config, &reserved);
+        user::open_disks(common, &config.vm, std::slice::from_ref(spec), owner)
+    })?;
+    let file = files.into_iter().next().map(File::from);
+    file.ok_or_else(|| refused(config, spec, &"its image was not opened"))
 }
