@@ -25,13 +25,8 @@ impl House {
             let image = path(&format!("slow/{name}.raw"));
             std::fs::write(&image, [1; 4096]).unwrap();
             spec.disks.push(DiskSpec {
-                name: name.into(),
-                path: image,
                 read_only: name == "iso",
-                shared: false,
-                from: None,
-                size_gib: None,
-                on_full: Default::default(),
+                ..DiskSpec::new(name, image)
             });
         }
         let stores = ["slow", "fast", "gone"].map(|name| {

@@ -386,15 +386,10 @@ fn a_clock_that_differs_only_warns() {
 #[test]
 fn the_source_names_a_writable_disk_blockers_and_states() {
     let mut env = Environment::new();
-    env.request.spec.disks.push(DiskSpec {
-        name: "root".into(),
-        path: "/disk.img".into(),
-        read_only: false,
-        shared: false,
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
-    });
+    env.request
+        .spec
+        .disks
+        .push(DiskSpec::new("root", "/disk.img"));
     let blockers = ["VFIO".to_string()];
     let source = |state| {
         outgoing(&Source {
@@ -441,13 +436,8 @@ fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
     let file = dir.join("ram/victim.1");
     std::fs::write(&file, [0; 512]).unwrap();
     let disk = godwit_types::vm::DiskSpec {
-        name: "data".into(),
-        path: file.display().to_string(),
         read_only: true,
-        shared: false,
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
+        ..godwit_types::vm::DiskSpec::new("data", file.display().to_string())
     };
     host.request.spec.disks.push(disk);
     assert_eq!(host.refusals(&host.here()), []);

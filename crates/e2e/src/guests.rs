@@ -52,13 +52,8 @@ pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow:
 /// A disk with its image at this path.
 pub fn disk(name: &str, path: &Path, shared: bool) -> anyhow::Result<DiskSpec> {
     Ok(DiskSpec {
-        name: name.into(),
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
-        path: path.to_str().context("a path")?.to_owned(),
-        read_only: false,
         shared,
+        ..DiskSpec::new(name, path.to_str().context("a path")?)
     })
 }
 

@@ -26,13 +26,9 @@ impl Here {
     fn disk(&self, from: Option<&str>, size_gib: Option<u64>) -> DiskSpec {
         let text = |path: PathBuf| path.to_str().unwrap().to_owned();
         DiskSpec {
-            name: "root".into(),
-            path: text(self.at("root.raw")),
-            read_only: false,
-            shared: false,
             from: from.map(|from| text(self.at(from))),
             size_gib,
-            on_full: Default::default(),
+            ..DiskSpec::new("root", text(self.at("root.raw")))
         }
     }
 

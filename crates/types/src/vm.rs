@@ -155,6 +155,19 @@ pub struct DiskSpec {
 }
 
 impl DiskSpec {
+    /// One that the guest may write, over an image that only its host has.
+    pub fn new(name: impl Into<String>, path: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            path: path.into(),
+            read_only: false,
+            shared: false,
+            from: None,
+            size_gib: None,
+            on_full: OnFull::default(),
+        }
+    }
+
     /// Whether its image is copied to the host to which its VM moves, since only this host has it.
     pub fn goes_along(&self) -> bool {
         !self.read_only && !self.shared

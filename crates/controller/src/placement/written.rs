@@ -68,13 +68,9 @@ mod tests {
         let name = |name: &str| HostName::new(name).unwrap();
         let (a, b) = (name("a"), name("b"));
         let disk = |name: &str, read_only, shared| godwit_types::vm::DiskSpec {
-            name: name.into(),
-            path: format!("/{name}.raw"),
             read_only,
             shared,
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
+            ..godwit_types::vm::DiskSpec::new(name, format!("/{name}.raw"))
         };
         let mut vm = spec();
         let on_a = WrittenOn::Host(a.clone());

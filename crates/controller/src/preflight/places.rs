@@ -80,15 +80,7 @@ mod tests {
     use godwit_types::datastore::Datastore;
 
     fn disk(name: &str, path: &str) -> DiskSpec {
-        DiskSpec {
-            name: name.into(),
-            path: path.into(),
-            read_only: false,
-            shared: false,
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
-        }
+        DiskSpec::new(name, path)
     }
 
     fn store(name: &str, path: &str, shared: bool) -> (DatastoreName, Datastore) {

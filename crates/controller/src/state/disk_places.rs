@@ -44,15 +44,7 @@ mod tests {
 
     fn on(path: &str) -> VmSpec {
         let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
-        spec.disks = vec![DiskSpec {
-            name: "root".into(),
-            path: path.into(),
-            read_only: false,
-            shared: false,
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
-        }];
+        spec.disks = vec![DiskSpec::new("root", path)];
         spec
     }
 

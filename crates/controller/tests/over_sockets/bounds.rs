@@ -88,13 +88,8 @@ async fn one_old_vm_with_too_many_disks_does_not_silence_its_whole_host() {
     let with_disks = |count: usize| {
         move |vm: &mut HostVm| {
             let disk = |number| DiskSpec {
-                name: format!("d{number}"),
-                path: format!("/images/{number}"),
                 read_only: true,
-                shared: false,
-                from: None,
-                size_gib: None,
-                on_full: Default::default(),
+                ..DiskSpec::new(format!("d{number}"), format!("/images/{number}"))
             };
             vm.spec.disks = (0..count).map(disk).collect();
         }

@@ -38,13 +38,8 @@ async fn a_source_does_not_choose_what_its_destination_opens() {
     let (house, x, _a, b) = house().await;
     let own = x.script().vms[&vm("own")].spec.clone();
     let disk = DiskSpec {
-        name: "secret".into(),
-        path: "/etc/shadow".into(),
         read_only: true,
-        shared: false,
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
+        ..DiskSpec::new("secret", "/etc/shadow")
     };
     let lies = [
         VmSpec {

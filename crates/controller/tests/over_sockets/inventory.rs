@@ -318,15 +318,7 @@ async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
 /// VM web with a disk of its own, writable and not shared.
 fn with_a_disk() -> VmSpec {
     let mut wish = spec("web");
-    wish.disks.push(DiskSpec {
-        name: "data".into(),
-        path: "/data.raw".into(),
-        read_only: false,
-        shared: false,
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
-    });
+    wish.disks.push(DiskSpec::new("data", "/data.raw"));
     wish
 }
 

@@ -209,15 +209,7 @@ async fn dry_run(house: &House) -> PreflightReport {
 }
 
 fn a_disk() -> DiskSpec {
-    DiskSpec {
-        name: "data".into(),
-        path: "/data.raw".into(),
-        read_only: false,
-        shared: false,
-        from: None,
-        size_gib: None,
-        on_full: Default::default(),
-    }
+    DiskSpec::new("data", "/data.raw")
 }
 
 #[tokio::test]

@@ -25,15 +25,7 @@ impl Left {
         }
         let path = directory.path().join("root.raw");
         let image = identity_of(&path).unwrap().unwrap_or((1, 2));
-        let disk = DiskSpec {
-            name: "root".into(),
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
-            path: path.to_str().unwrap().into(),
-            read_only: false,
-            shared: false,
-        };
+        let disk = DiskSpec::new("root", path.to_str().unwrap());
         let arriving = arriving.map(|(migration, whole)| Arrival {
             whole: whole.map(Generation),
             ..Arrival::of(&id(migration))

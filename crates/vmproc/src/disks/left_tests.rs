@@ -20,15 +20,10 @@ impl Dead {
         let paths = Paths::of(&site.config);
         std::fs::create_dir_all(&paths.state).unwrap();
         let mut spec = VmSpec::placeholder(&site.config.vm);
-        spec.disks = vec![DiskSpec {
-            name: "root".into(),
-            path: directory.path().join("old").to_str().unwrap().into(),
-            read_only: false,
-            shared: false,
-            from: None,
-            size_gib: None,
-            on_full: Default::default(),
-        }];
+        spec.disks = vec![DiskSpec::new(
+            "root",
+            directory.path().join("old").to_str().unwrap(),
+        )];
         let dead = Self {
             _site: site,
             paths,
