@@ -18,6 +18,7 @@ use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
@@ -67,6 +68,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
             get(disk_moves).post(move_disks).delete(cancel_disk_moves),
         )
         .route(path::RESIZE_DISK, post(resize_disk))
+        .route(path::LIMIT_DISK, post(limit_disk))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -256,6 +258,8 @@ handlers! {
         = agent.act(&name, VmRequest::CancelDiskMoves).await;
     resize_disk(agent, path name: VmName, body wish: ResizeDisk) -> Done
         = agent.act(&name, VmRequest::ResizeDisk(wish)).await;
+    limit_disk(agent, path name: VmName, body wish: LimitDisk) -> Done
+        = agent.act(&name, VmRequest::LimitDisk(wish)).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

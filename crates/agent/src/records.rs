@@ -178,6 +178,7 @@ impl Records {
             vm_process: None,
             qemu_pid: None,
             note,
+            disks: Vec::new(),
         }
     }
 

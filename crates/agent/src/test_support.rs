@@ -570,6 +570,7 @@ fn status(config: &VmProcessConfig) -> VmStatus {
                 .ok()
                 .map(|pid| pid.parse().unwrap()),
             note: None,
+            disks: Vec::new(),
         },
     }
 }

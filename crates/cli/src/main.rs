@@ -11,6 +11,7 @@ mod configuration_tests;
 mod connect;
 mod console_stream;
 mod controller_file;
+mod disk_rows;
 #[cfg(test)]
 mod examples_tests;
 mod exit;

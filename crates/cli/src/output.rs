@@ -2,6 +2,7 @@
 //!
 //! Owns the decision whether colours are used. Refuses: colours in a pipe, or where NO_COLOR is set.
 
+use crate::disk_rows::disk_rows;
 use crate::figures::columns;
 use crate::plain;
 use crate::tables::vms_of;
@@ -228,6 +229,7 @@ impl Output {
                 ),
             ));
         }
+        rows.extend(disk_rows(vm));
         if let Some(version) = &vm.vm_process_version {
             rows.push(("vm process", format!("godwit {version}")));
         }
@@ -505,10 +507,6 @@ fn boot_rows(spec: &VmSpec) -> Vec<(&'static str, String)> {
         rows.push(("cmdline", spec.cmdline.clone()));
     }
     rows.push(("on crash", kebab(&spec.on_crash)));
-    for disk in spec.disks.iter().filter(|disk| !disk.on_full.waits()) {
-        let what = format!("{} of {}", kebab(&disk.on_full), disk.name);
-        rows.push(("on full", what));
-    }
     let common = || "the host's common user".to_owned();
     let uid = spec.uid.map_or_else(common, |uid| uid.to_string());
     rows.push(("uid", uid));

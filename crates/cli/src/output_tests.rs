@@ -32,7 +32,7 @@ fn fits(lines: &[String], words: &[&str]) {
     assert_eq!(words.collect::<Vec<_>>(), Vec::<&&str>::new(), "{text}");
 }
 
-fn vm(name: &str, state: VmState, more: serde_json::Value) -> VmView {
+pub fn vm(name: &str, state: VmState, more: serde_json::Value) -> VmView {
     let mut value = json!({
         "spec": { "name": name, "vcpus": 1, "memory_mib": 64, "kernel": "/k" },
         "state": state, "host": "a", "generation": 3,
@@ -52,18 +52,6 @@ fn host(more: serde_json::Value) -> HostView {
     let object = value.as_object_mut().unwrap();
     object.extend(more.as_object().unwrap().clone());
     serde_json::from_value(value).unwrap()
-}
-
-#[test]
-fn what_a_full_disk_does_is_shown_where_it_is_not_the_usual() {
-    let disk = |more: &str| format!("[[disk]]\nname = \"data\"\npath = \"/d\"\n{more}");
-    let rows = |more: &str| {
-        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"\n";
-        boot_rows(&VmSpec::from_toml(&format!("{text}{}", disk(more))).unwrap())
-    };
-    let told = ("on full", "error of data".to_owned());
-    assert!(rows("on_full = \"error\"\n").contains(&told));
-    assert!(rows("").iter().all(|(name, _)| *name != "on full"));
 }
 
 #[test]

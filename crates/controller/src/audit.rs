@@ -418,6 +418,7 @@ fn what(asked: &Asked) -> String {
         ("POST", path::RENEW) => "vm renew",
         ("POST", path::MOVE_DISKS) => "vm move-disk",
         ("POST", path::RESIZE_DISK) => "vm resize-disk",
+        ("POST", path::LIMIT_DISK) => "vm limit-disk",
         ("DELETE", path::MOVE_DISKS) => "vm move-disk --cancel",
         ("POST", path::RESOLVE) => "vm resolve --run-on",
         ("POST", path::KEEP) => "vm resolve --keep",

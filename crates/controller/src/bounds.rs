@@ -3,6 +3,7 @@
 //! Pure. Sentences that are too long are cut. Refuses a whole answer that no agent gives: too many VMs, one of them twice,
 //! or a description that no controller ever passed on.
 
+use godwit_types::disk_activity::DiskActivity;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, VMS_MAX};
 use godwit_types::migration::{DiskToMove, MigrationReport};
@@ -70,6 +71,9 @@ pub fn vms(host: &HostName, mut vms: Vec<HostVm>) -> Result<Vec<HostVm>, NotTake
             vm.note = Some(too_many_disks(vm));
         }
         vm.note.iter_mut().for_each(sentence);
+        let named = |of: &DiskActivity| vm.spec.disks.iter().any(|disk| disk.name == of.disk);
+        vm.disks.retain(named);
+        vm.disks.truncate(DISKS_MAX);
     }
     Ok(vms)
 }

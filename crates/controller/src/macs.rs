@@ -227,6 +227,7 @@ mod tests {
             qemu_pid: None,
             note: None,
             spec,
+            disks: Vec::new(),
         };
         entry.vms.insert(vm.spec.name.clone(), vm);
         state.hosts.insert(HostName::new("a").unwrap(), entry);

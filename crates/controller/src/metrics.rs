@@ -11,6 +11,7 @@ use crate::state::{HostEntry, State};
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::HostName;
 use godwit_types::control_api::VmView;
+use godwit_types::disk_activity::DiskWork;
 use godwit_types::host::HostInfo;
 use godwit_types::migration::{MigrationReport, Outcome};
 use godwit_types::version::VERSION;
@@ -74,6 +75,7 @@ pub fn text(app: &App) -> String {
     hosts(&mut page, app, now);
     let views = app.state().vm_views(now);
     vms(&mut page, &views);
+    disks(&mut page, &views);
     under_way(&mut page, &app.all_live());
     let sums = *app.ended.sums();
     ended(&mut page, &sums);
@@ -227,6 +229,46 @@ fn vms(page: &mut Page, views: &[VmView]) {
     );
 }
 
+/// What hosts that answer say of their VMs' disks.
+fn disks(page: &mut Page, views: &[VmView]) {
+    let mut of_each = |name, help, value: &dyn Fn(&DiskWork) -> f64| {
+        let disks = views
+            .iter()
+            .flat_map(|view| view.disks.iter().map(move |disk| (view, disk)));
+        let samples = disks.flat_map(|(view, disk)| {
+            disk.kinds().map(|(kind, work)| {
+                let labels = [
+                    ("vm", view.spec.name.as_str()),
+                    ("disk", disk.disk.as_str()),
+                    ("kind", kind),
+                ];
+                sample(&labels, value(work))
+            })
+        });
+        page.family(name, Kind::Counter, help, samples);
+    };
+    of_each(
+        "godwit_vm_disk_requests_total",
+        "Requests of a disk that ended since its VM process began to serve it.",
+        &|work| work.requests as f64,
+    );
+    of_each(
+        "godwit_vm_disk_bytes_total",
+        "What those requests read, wrote or erased.",
+        &|work| work.bytes as f64,
+    );
+    of_each(
+        "godwit_vm_disk_seconds_total",
+        "How long those requests took, all together.",
+        &|work| work.seconds.max(0.0),
+    );
+    of_each(
+        "godwit_vm_disk_failed_total",
+        "Those requests that failed.",
+        &|work| work.failed as f64,
+    );
+}
+
 fn under_way(page: &mut Page, live: &[MigrationReport]) {
     page.one(
         "godwit_migrations_running",
@@ -323,6 +365,35 @@ mod tests {
         report.outcome = Some(outcome);
         report.bytes_on_wire = u64::MAX;
         report
+    }
+
+    #[test]
+    fn what_each_disk_did_is_told_by_kind() {
+        let work = |requests| serde_json::json!({"requests": requests, "bytes": 512, "failed": 1, "seconds": 0.25});
+        let spec = godwit_types::VmSpec::placeholder(&godwit_types::VmName::new("web").unwrap());
+        let view: VmView = serde_json::from_value(serde_json::json!({
+            "spec": spec, "state": "running", "host": "a", "generation": 1,
+            "disks": [{
+                "disk": "root", "reads": work(2), "writes": work(3), "flushes": work(4), "erasures": work(5),
+                "rate": {"reads": 0.0, "read_bytes": 0.0, "writes": 0.0, "written_bytes": 0.0},
+            }],
+        }))
+        .unwrap();
+        let mut page = Page::default();
+        disks(&mut page, &[view]);
+        let text = page.into_text();
+        for (kind, requests) in [("read", 2), ("write", 3), ("flush", 4), ("erase", 5)] {
+            let of = format!("{{vm=\"web\",disk=\"root\",kind=\"{kind}\"}}");
+            for (name, value) in [
+                ("requests", requests.to_string()),
+                ("bytes", "512".to_owned()),
+                ("failed", "1".to_owned()),
+                ("seconds", "0.25".to_owned()),
+            ] {
+                let line = format!("godwit_vm_disk_{name}_total{of} {value}\n");
+                assert!(text.contains(&line), "{line} is not in {text}");
+            }
+        }
     }
 
     #[test]

@@ -53,6 +53,7 @@ fn says(state: VmState, generation: u64, claim: Claim) -> Vec<HostVm> {
         vm_process: None,
         qemu_pid: None,
         note: None,
+        disks: Vec::new(),
     }]
 }
 

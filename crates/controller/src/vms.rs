@@ -21,14 +21,14 @@ use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::fmt::{Display, Formatter};
 
+mod disk_orders;
 mod disks;
 mod move_disks;
-mod resize_disk;
 mod start;
 
+pub use disk_orders::{limit_disk, resize_disk};
 pub use disks::{Makings, disks};
 pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};
-pub use resize_disk::resize_disk;
 pub use start::start;
 
 /// How often a host that holds a VM that is off is asked to give it up.

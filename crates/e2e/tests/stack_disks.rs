@@ -93,6 +93,22 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     goes_on(&stack, "one")?;
     stack.kill_vm_process("one", "a")?;
     goes_on(&stack, "one")?;
+    ok(&["vm", "limit-disk", "one", "root", "--iops", "5000"])?;
+    let shown = stack.ok("controller", &["vm", "show", "one"])?;
+    let line = format!("root {image}, at most 5000 requests a second, ");
+    let has_line = |shown: &str| {
+        shown
+            .lines()
+            .any(|said| said.contains(&line) && said.contains(" writes/s ("))
+    };
+    ensure!(has_line(&shown), "{shown}");
+    ok(&["vm", "limit-disk", "one", "root", "--none"])?;
+    let shown = stack.vm("one")?;
+    ensure!(shown["spec"]["disk"][0]["limits"].is_null(), "{shown}");
+    ensure!(
+        shown["disks"][0]["writes"]["requests"].as_u64() > Some(0),
+        "{shown}"
+    );
 
     ok(&["vm", "create", &describe(&stack, "two", &disk(&image))?])?;
     let start = ["vm", "start", "two", "--on", "a"];

@@ -13,6 +13,7 @@ use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
@@ -112,6 +113,7 @@ pub mod path {
     pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
     /// POST `ResizeDisk`: [`super::Done`].
     pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
+    pub const LIMIT_DISK: &str = "/v1/vms/{name}/limit-disk";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -293,6 +295,9 @@ calls! { AgentClient
     /// Makes a disk larger.
     resize_disk(name: &VmName, wish: &ResizeDisk) -> Done
         = post client (fill(path::RESIZE_DISK, name), wish) in slow;
+    /// Limits a disk.
+    limit_disk(name: &VmName, wish: &LimitDisk) -> Done
+        = post client (fill(path::LIMIT_DISK, name), wish) in act;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

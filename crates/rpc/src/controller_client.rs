@@ -15,6 +15,7 @@ use godwit_types::control_api::{
     JoinResponse, JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView,
     RenewRequest, ResolveRequest, StartRequest, Started, StopRequest, VersionView, VmView,
 };
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::drain::{DrainRequest, DrainView};
@@ -61,6 +62,7 @@ pub mod path {
     pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
     /// POST: makes a disk larger.
     pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
+    pub const LIMIT_DISK: &str = "/v1/vms/{name}/limit-disk";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -257,6 +259,9 @@ calls! { ControllerClient
     /// Makes a disk larger, whether the guest runs or not.
     resize_disk(name: &VmName, wish: &ResizeDisk) -> Done
         = post client (fill(path::RESIZE_DISK, name), wish) in act;
+    /// Limits a disk, whether the guest runs or not.
+    limit_disk(name: &VmName, wish: &LimitDisk) -> Done
+        = post client (fill(path::LIMIT_DISK, name), wish) in act;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

@@ -3,6 +3,7 @@
 //! Pure data. Everything that a script reads is here or in a type named here; field names are stable.
 
 use crate::certificate::CertificateDates;
+use crate::disk_activity::DiskActivity;
 use crate::host::{Check, HostInfo};
 use crate::ids::{Generation, HostName, VmName};
 use crate::text::read_sentence;
@@ -87,6 +88,9 @@ pub struct VmView {
     /// What a person should know or do: why it crashed, or the command that ends an in-doubt state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
+    /// What its disks do, while its host answers and serves them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskActivity>,
 }
 
 /// A new one-time token for a host to join with.

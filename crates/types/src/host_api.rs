@@ -7,6 +7,7 @@
 
 use crate::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
+use crate::disk_activity::{DiskActivity, LimitDisk};
 use crate::disk_move::{DiskMoves, DiskPlace};
 use crate::disk_resize::ResizeDisk;
 use crate::forecast::DirtyRate;
@@ -79,6 +80,9 @@ pub struct HostVm {
     pub qemu_pid: Option<i32>,
     /// What a person should know.
     pub note: Option<String>,
+    /// What its disks do, while its VM process serves them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskActivity>,
 }
 
 impl HostVm {
@@ -362,6 +366,8 @@ pub enum VmRequest {
     CancelDiskMoves,
     /// Make a disk larger, whether the guest runs or not; answered by `Done` once that is durable, and the guest was told.
     ResizeDisk(ResizeDisk),
+    /// Limit a disk, whether the guest runs or not; answered by `Done`.
+    LimitDisk(LimitDisk),
     /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
     /// VM are on their way.
     Renew {

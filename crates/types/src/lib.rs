@@ -11,6 +11,7 @@ pub mod console;
 pub mod control_api;
 pub mod cpu;
 pub mod datastore;
+pub mod disk_activity;
 pub mod disk_move;
 pub mod disk_resize;
 pub mod drain;

@@ -8,7 +8,7 @@ mod made;
 mod new;
 
 pub use boots::Firmware;
-pub use disks::OnFull;
+pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, OnFull};
 pub use made::DISK_GIB_MAX;
 
 use crate::ids::{PortGroup, VmName};
@@ -152,6 +152,9 @@ pub struct DiskSpec {
     /// What becomes of the guest's writes when the image has no room left.
     #[serde(default, skip_serializing_if = "OnFull::waits")]
     pub on_full: OnFull,
+    /// What the guest may have of it in a second.
+    #[serde(default, skip_serializing_if = "DiskLimits::are_none")]
+    pub limits: DiskLimits,
 }
 
 impl DiskSpec {
@@ -165,6 +168,7 @@ impl DiskSpec {
             from: None,
             size_gib: None,
             on_full: OnFull::default(),
+            limits: DiskLimits::default(),
         }
     }
 

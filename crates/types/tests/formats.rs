@@ -7,6 +7,7 @@ use godwit_types::console::{ConsolePiece, ConsoleTyped};
 use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
 };
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::forecast::{
@@ -66,6 +67,7 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("MoveDisks", again::<MoveDisks>),
             ("DiskMoves", again::<DiskMoves>),
             ("ResizeDisk", again::<ResizeDisk>),
+            ("LimitDisk", again::<LimitDisk>),
             ("Started", again::<Started>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),

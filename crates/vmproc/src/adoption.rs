@@ -450,6 +450,7 @@ impl Waiting<'_> {
             vm_process: Some(Build::here()),
             qemu_pid: Some(self.process.pid()),
             note: Some(self.note()),
+            disks: Vec::new(),
         };
         VmAnswer::Status(Box::new(VmStatus { vm }))
     }

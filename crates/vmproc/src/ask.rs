@@ -7,6 +7,7 @@
 
 use godwit_ownership::PeerMessage;
 use godwit_types::console::{ConsolePlace, ConsoleTyped};
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
@@ -76,6 +77,7 @@ pub(crate) enum Now {
     MoveDisks(Vec<DiskPlace>),
     DiskMoves,
     CancelDiskMoves,
+    LimitDisk(LimitDisk),
     Close(CloseStep),
     Renew(PathBuf),
     Detach {
@@ -112,6 +114,7 @@ impl Ask {
             VmRequest::MoveDisks { places } => Now::MoveDisks(places),
             VmRequest::DiskMoves => Now::DiskMoves,
             VmRequest::CancelDiskMoves => Now::CancelDiskMoves,
+            VmRequest::LimitDisk(wish) => Now::LimitDisk(wish),
             VmRequest::Status => Now::Status,
             VmRequest::Start => Now::Start,
             VmRequest::Boot => Now::Boot,

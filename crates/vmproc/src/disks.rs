@@ -6,6 +6,7 @@
 //!
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
+mod activity;
 mod claim;
 mod images;
 mod in_place;

@@ -29,6 +29,7 @@ mod hypervisor;
 pub mod image;
 mod input;
 mod left;
+mod limiting;
 mod measure;
 mod migration;
 #[cfg(test)]

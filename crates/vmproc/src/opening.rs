@@ -165,6 +165,7 @@ impl Serving {
         };
         if let Some(spec) = &self.seat.spec {
             hyper.neighbours.listen(spec);
+            hyper.disks.limit(&spec.disks);
         }
         // Without asking QEMU, which a limit that was left may keep from answering.
         if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {

@@ -68,6 +68,7 @@ impl Vm {
             Now::MoveDisks(places) => self.move_disks(places),
             Now::DiskMoves => Ok(VmAnswer::DiskMoves(self.disk_moves())),
             Now::CancelDiskMoves => self.cancel_disk_moves(),
+            Now::LimitDisk(wish) => self.limit_disk(&wish),
             Now::Close(step) => self.close(step),
             Now::Renew(program) => {
                 self.refuse_renewal()?;
@@ -412,6 +413,10 @@ impl Vm {
             vm_process: Some(Build::here()),
             qemu_pid: self.hyper.as_ref().map(crate::hypervisor::Hyper::pid),
             note,
+            disks: self
+                .hyper
+                .as_ref()
+                .map_or_else(Vec::new, |hyper| hyper.disks.activity()),
         })
     }
 

@@ -12,4 +12,4 @@ pub use delay::Delay;
 pub use fault::Fault;
 pub use mirroring::{Change, Course, Mirroring, Origin, Outlet, REGION};
 pub use statistics::{Count, Counts, Statistics};
-pub use throttle::{Limits, Throttle};
+pub use throttle::{Limits, SharedLimits, Throttle};

@@ -54,6 +54,13 @@ impl Statistics {
     }
 }
 
+/// Goes on with the counts of a disk whose thread has ended.
+impl From<Arc<Counts>> for Statistics {
+    fn from(counts: Arc<Counts>) -> Self {
+        Self { counts }
+    }
+}
+
 /// Nobody but the disk's thread adds, so that no locked instruction is needed.
 fn add(counter: &AtomicU64, more: u64) {
     let sum = counter.load(Ordering::Relaxed).saturating_add(more);

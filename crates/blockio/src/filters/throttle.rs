@@ -2,7 +2,11 @@
 //!
 //! The generic cell rate algorithm (ITU-T I.371), twice: each request takes the time that it would take at the limit, and may
 //! come early by a tenth of a second's worth. What comes earlier stays in the guest's ring.
+//!
+//! Who owns the state: the disk's thread, but for the limits, which anybody may change.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::{Filter, Outcome, Request, Work};
@@ -17,35 +21,71 @@ pub struct Limits {
     pub bytes: u64,
 }
 
+impl Limits {
+    fn are_none(self) -> bool {
+        self == Self::default()
+    }
+
+    /// What a request takes at the limit.
+    fn cost(self, work: &Work) -> Duration {
+        let each = |limit: u64, count: u64| match limit {
+            0 => Duration::ZERO,
+            limit => Duration::from_secs_f64(count as f64 / limit as f64),
+        };
+        let bytes = work.transfers();
+        each(self.requests, 1).max(each(self.bytes, bytes))
+    }
+}
+
+/// Limits that are changed while the disk works: anybody sets them, its thread reads each by itself.
+#[derive(Debug, Default)]
+pub struct SharedLimits {
+    requests: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl SharedLimits {
+    pub fn set(&self, limits: Limits) {
+        self.requests.store(limits.requests, Ordering::Relaxed);
+        self.bytes.store(limits.bytes, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Limits {
+        Limits {
+            requests: self.requests.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub struct Throttle {
-    limits: Limits,
+    limits: Arc<SharedLimits>,
     /// When what was let through would end at the limit.
     due: Option<Instant>,
 }
 
 impl Throttle {
     pub fn new(limits: Limits) -> Self {
-        Self { limits, due: None }
+        let shared = SharedLimits::default();
+        shared.set(limits);
+        Self::from(Arc::new(shared))
     }
+}
 
-    /// What a request takes at the limit.
-    fn cost(&self, work: &Work) -> Duration {
-        let each = |limit: u64, count: u64| match limit {
-            0 => Duration::ZERO,
-            limit => Duration::from_secs_f64(count as f64 / limit as f64),
-        };
-        let bytes = work.transfers();
-        each(self.limits.requests, 1).max(each(self.limits.bytes, bytes))
+impl From<Arc<SharedLimits>> for Throttle {
+    fn from(limits: Arc<SharedLimits>) -> Self {
+        Self { limits, due: None }
     }
 }
 
 impl Filter for Throttle {
     /// A flush costs nothing: it concerns only what was acknowledged.
     fn passes_down(&mut self, request: &Request, now: Instant) -> bool {
-        if request.work != Work::Flush && self.limits != Limits::default() {
+        let limits = self.limits.get();
+        if request.work != Work::Flush && !limits.are_none() {
             let from = self.due.map_or(now, |due| due.max(now));
-            self.due = from.checked_add(self.cost(&request.work));
+            self.due = from.checked_add(limits.cost(&request.work));
         }
         true
     }
@@ -55,7 +95,9 @@ impl Filter for Throttle {
     }
 
     fn opens_at(&self) -> Option<Instant> {
-        self.due?.checked_sub(BURST)
+        // What was let through before a limit was lifted keeps nobody waiting.
+        let due = self.due.filter(|_| !self.limits.get().are_none());
+        due?.checked_sub(BURST)
     }
 }
 
@@ -129,5 +171,27 @@ mod tests {
         }
         assert_eq!((stack.under_way(), stack.wake_at()), (0, None));
         assert_eq!(stack.opens_at(now), Some(now + Duration::from_millis(900)));
+    }
+
+    #[test]
+    fn limits_count_from_when_they_are_set_and_no_longer_than_until_they_are_lifted() {
+        let limits = Arc::new(SharedLimits::default());
+        let throttle = Throttle::from(Arc::clone(&limits));
+        let mut stack = Stack::new(vec![Box::new(throttle)], Took::default());
+        let now = Instant::now();
+        let writes = |stack: &mut Stack<Took>| {
+            let request = Request::new(Work::Write(0..512), Data::None, 0, now);
+            stack.submit(request, now);
+            stack.opens_at(now)
+        };
+        assert_eq!(writes(&mut stack), None);
+        limits.set(Limits {
+            requests: 2,
+            bytes: 0,
+        });
+        assert_eq!(writes(&mut stack), Some(now + Duration::from_millis(400)));
+        limits.set(Limits::default());
+        assert_eq!(stack.opens_at(now), None);
+        assert_eq!(writes(&mut stack), None);
     }
 }

@@ -4,7 +4,7 @@
 
 use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
-use godwit_types::vm::{DISK_GIB_MAX, EncryptionMode};
+use godwit_types::vm::{DISK_GIB_MAX, DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, EncryptionMode};
 use godwit_types::{DatastoreName, HostName, VmName};
 use std::path::PathBuf;
 
@@ -139,6 +139,14 @@ pub enum VmCommand {
         after_help = "Of a block device: make the device larger first (lvextend), then name its size in whole GiB.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
     )]
     ResizeDisk(VmResizeDisk),
+    /// Limit what a guest may have of a disk in a second
+    ///
+    /// The limits count at once and stay until others are set; what is not named is not limited. Copying the disk to another place is no part of them.
+    #[command(
+        override_usage = "godwit vm limit-disk <VM> <DISK> [--iops N] [--mib-per-s MIB] [--none]",
+        after_help = "Examples:\n  godwit vm limit-disk web root --iops 500\n  godwit vm limit-disk web root --iops 500 --mib-per-s 50\n  godwit vm limit-disk web root --none"
+    )]
+    LimitDisk(VmLimitDisk),
     /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
         after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
@@ -182,6 +190,25 @@ pub struct VmResizeDisk {
     /// The size that it is to have
     #[arg(long, value_name = "GIB", value_parser = whole::<u64, 1, DISK_GIB_MAX, 40>)]
     pub size_gib: u64,
+}
+
+/// What a guest may have of which disk.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("limits").required(true).multiple(true).args(["iops", "mib_per_s", "none"])))]
+pub struct VmLimitDisk {
+    /// The VM
+    pub vm: VmName,
+    /// The disk's name within the VM
+    pub disk: String,
+    /// Most reads and writes in a second
+    #[arg(long, value_name = "N", value_parser = whole::<u64, 1, DISK_IOPS_MAX, 500>)]
+    pub iops: Option<u64>,
+    /// Most MiB read and written in a second
+    #[arg(long, value_name = "MIB", value_parser = whole::<u64, 1, DISK_MIB_PER_S_MAX, 50>)]
+    pub mib_per_s: Option<u64>,
+    /// No limit at all
+    #[arg(long, conflicts_with_all = ["iops", "mib_per_s"])]
+    pub none: bool,
 }
 
 /// How to stop a VM.

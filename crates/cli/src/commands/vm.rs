@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
-use crate::args::{Global, VmCommand, VmMigrate, VmResizeDisk, VmStop};
+use crate::args::{Global, VmCommand, VmLimitDisk, VmMigrate, VmResizeDisk, VmStop};
 use crate::commands::{console, site};
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
@@ -16,9 +16,10 @@ use godwit_rpc::{AgentClient, ClientError, ControllerClient};
 use godwit_types::control_api::{
     Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
-use godwit_types::vm::VmState;
+use godwit_types::vm::{DiskLimits, VmState};
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -93,6 +94,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         }
         VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
         VmCommand::ResizeDisk(arguments) => resize_disk(arguments, global, output).await,
+        VmCommand::LimitDisk(arguments) => limit_disk(arguments, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {
             console::console(vm, host, print, global, output).await
@@ -116,6 +118,20 @@ async fn resize_disk(arguments: VmResizeDisk, global: &Global, output: &Output) 
     let wish = ResizeDisk { disk, size_gib };
     let resize = async |client: &ControllerClient| client.resize_disk(&vm, &wish).await;
     order(&vm, resize, global, output).await
+}
+
+async fn limit_disk(arguments: VmLimitDisk, global: &Global, output: &Output) -> CommandResult {
+    let VmLimitDisk {
+        vm,
+        disk,
+        iops,
+        mib_per_s,
+        none: _,
+    } = arguments;
+    let limits = DiskLimits { iops, mib_per_s };
+    let wish = LimitDisk { disk, limits };
+    let limit = async |client: &ControllerClient| client.limit_disk(&vm, &wish).await;
+    order(&vm, limit, global, output).await
 }
 
 /// By the controller, or by this host's own agent while no controller answers.

@@ -58,6 +58,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
             vms::cancel_disk_moves
         ))
         .routes(routes!(vms::resize_disk))
+        .routes(routes!(vms::limit_disk))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

@@ -21,6 +21,7 @@ use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest,
     StartRequest, Started, StopRequest, VmView,
 };
+use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
@@ -120,6 +121,16 @@ pub async fn resize_disk(
     JsonBody(wish): JsonBody<ResizeDisk>,
 ) -> ApiResult<Done> {
     Ok(Json(vms::resize_disk(&app, &name, &wish).await?))
+}
+
+/// Limits what a guest may have of a disk in a second, whether it runs or not.
+#[utoipa::path(post, path = "/v1/vms/{name}/limit-disk", params(("name" = String, Path)), request_body = LimitDisk, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn limit_disk(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(wish): JsonBody<LimitDisk>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::limit_disk(&app, &name, &wish).await?))
 }
 
 /// Asks a guest to power off, or forces it.

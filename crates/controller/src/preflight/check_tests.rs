@@ -61,6 +61,7 @@ fn facts() -> Facts {
             vm_process: None,
             qemu_pid: None,
             note: None,
+            disks: Vec::new(),
         },
         source: host("a"),
         destination: host("b"),

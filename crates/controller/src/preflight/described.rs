@@ -107,6 +107,7 @@ mod tests {
                 vm_process: None,
                 qemu_pid: None,
                 note: None,
+                disks: Vec::new(),
             },
             passed: Vec::new(),
             refusals: Vec::new(),

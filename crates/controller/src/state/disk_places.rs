@@ -1,4 +1,4 @@
-//! Where a VM's disks are, as its holder says.
+//! Where a VM's disks are, and what its guest may have of them, as its holder says.
 //!
 //! Owns nothing. Refuses: what a person has described otherwise since to be written over, and a path that is in no datastore of
 //! that host, since disks are moved to no other.
@@ -7,7 +7,7 @@ use super::VmEntry;
 use godwit_types::VmSpec;
 use godwit_types::datastore::{Datastores, datastore_of};
 
-/// Where a VM's disks are is its holder's to say, who moves them; what a person has described otherwise since counts from the
+/// Where a VM's disks are and how they are limited is its holder's to say, who moves and limits them; what a person has described otherwise since counts from the
 /// next start. Returns whether anything has changed.
 pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores) -> bool {
     let Some(resolved) = entry.resolved.as_mut().filter(|_| held.check().is_ok()) else {
@@ -16,15 +16,25 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores
     let mut is_news = false;
     for now in &held.disks {
         let known = resolved.disks.iter_mut().find(|disk| disk.name == now.name);
-        let Some(known) = known.filter(|known| known.path != now.path) else {
-            continue;
-        };
-        let Some((_, store)) = datastore_of(datastores, &now.path) else {
+        let Some(known) = known else {
             continue;
         };
         let described = entry.spec.disks.iter_mut();
         let mut described = described.filter(|disk| disk.name == now.name);
-        if let Some(described) = described.find(|disk| disk.path == known.path) {
+        let mut described = described.find(|disk| disk.path == known.path);
+        if known.limits != now.limits {
+            let same = described
+                .iter_mut()
+                .filter(|disk| disk.limits == known.limits);
+            same.for_each(|disk| disk.limits = now.limits);
+            known.limits = now.limits;
+            is_news = true;
+        }
+        let moved = known.path != now.path;
+        let Some((_, store)) = datastore_of(datastores, &now.path).filter(|_| moved) else {
+            continue;
+        };
+        if let Some(described) = described {
             described.path.clone_from(&now.path);
             described.shared = now.shared && store.shared;
         }
@@ -39,7 +49,7 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores
 mod tests {
     use super::*;
     use godwit_types::datastore::Datastore;
-    use godwit_types::vm::DiskSpec;
+    use godwit_types::vm::{DiskLimits, DiskSpec};
     use godwit_types::{DatastoreName, VmName};
 
     fn on(path: &str) -> VmSpec {
@@ -86,6 +96,26 @@ mod tests {
         assert!(follow(&mut edited, &on("/store/new"), &stores()));
         assert_eq!(edited.spec.disks[0].path, "/theirs");
         assert_eq!(edited.resolved.unwrap().disks[0].path, "/store/new");
+    }
+
+    #[test]
+    fn limits_follow_the_holder_where_nobody_has_described_others_since() {
+        let of = |iops| DiskLimits {
+            iops,
+            mib_per_s: None,
+        };
+        let mut held = on("/old");
+        held.disks[0].limits = of(Some(500));
+        let mut known = entry("/old", Some("/old"));
+        assert!(follow(&mut known, &held, &stores()));
+        assert!(!follow(&mut known, &held, &stores()), "that is no news");
+        let resolved = known.resolved.as_mut().unwrap();
+        assert_eq!(known.spec.disks[0].limits, of(Some(500)));
+        assert_eq!(resolved.disks[0].limits, of(Some(500)));
+        known.spec.disks[0].limits = of(Some(7));
+        held.disks[0].limits = of(None);
+        assert!(follow(&mut known, &held, &stores()));
+        assert_eq!(known.spec.disks[0].limits, of(Some(7)));
     }
 
     #[test]

@@ -68,6 +68,10 @@ impl State {
                 .as_ref()
                 .and_then(|place| Some(place.vm.as_ref()?.vm_process.as_ref()?.version.clone())),
             accelerator: accelerator.filter(|kind| *kind != Accelerator::Auto),
+            disks: place
+                .filter(|place| place.connected)
+                .and_then(|place| Some(place.vm?.disks.clone()))
+                .unwrap_or_default(),
         })
     }
 

@@ -53,9 +53,9 @@ impl VmSpec {
         self.kernel().into_iter().chain(self.initramfs.as_deref())
     }
 
-    /// Refuses a VM without a kernel, with UEFI, or with a choice of what its full disks do, on hardware that has none of that.
+    /// Refuses a VM without a kernel, with UEFI, or with limits or another choice for its disks, on hardware that has none of that.
     pub fn check_boots(&self) -> Result<(), InvalidVm> {
-        self.check_on_full()?;
+        self.check_served()?;
         let what = match (self.firmware, self.kernel()) {
             _ if self.hardware() >= BOOTS_FROM_DISK => return Ok(()),
             (Firmware::Uefi, _) => "firmware = \"uefi\", which there is",

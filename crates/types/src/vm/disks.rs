@@ -1,10 +1,15 @@
-//! What a VM's disks have in common, and what a disk does that is full.
+//! What a VM's disks have in common, what a disk does that is full, and how much a guest may have of one.
 //!
-//! Pure, owns nothing. Refuses: too many disks, two of one name, and what only disks do that the VM process serves where QEMU does.
+//! Pure, owns nothing. Refuses: too many disks, two of one name, limits that let nothing through, and what only disks do that the VM process serves where QEMU does.
 
 use super::{BOOTS_FROM_DISK, DISKS_MAX, InvalidVm, VmSpec, check_path};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use utoipa::ToSchema;
+
+/// More than storage does, so that a limit above is a typing error.
+pub const DISK_IOPS_MAX: u64 = 10_000_000;
+pub const DISK_MIB_PER_S_MAX: u64 = 1_000_000;
 
 /// What becomes of a guest's writes for which the image has no room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
@@ -23,6 +28,55 @@ impl OnFull {
     }
 }
 
+/// What a guest may have of its disk in a second. A host's datastore serves several guests; this keeps one from taking all of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[serde(deny_unknown_fields)]
+pub struct DiskLimits {
+    /// Reads and writes; none: as many as its storage can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// MiB read and written; none: as many as its storage can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mib_per_s: Option<u64>,
+}
+
+impl DiskLimits {
+    pub fn are_none(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Refuses a limit of nothing, and what no storage reaches.
+    pub fn check(&self) -> Result<(), InvalidVm> {
+        let both = [
+            ("iops", self.iops, DISK_IOPS_MAX),
+            ("mib_per_s", self.mib_per_s, DISK_MIB_PER_S_MAX),
+        ];
+        let wrong = |(_, limit, most): &(_, Option<u64>, u64)| {
+            limit.is_some_and(|limit| !(1..=*most).contains(&limit))
+        };
+        match both.into_iter().find(wrong) {
+            Some((what, limit, most)) => Err(InvalidVm(format!(
+                "a limit of {} {what} is out of range: use 1 to {most}, or leave it out",
+                limit.unwrap_or_default()
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for DiskLimits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.iops, self.mib_per_s) {
+            (None, None) => f.write_str("no limit"),
+            (Some(iops), None) => write!(f, "at most {iops} requests a second"),
+            (None, Some(mib)) => write!(f, "at most {mib} MiB a second"),
+            (Some(iops), Some(mib)) => {
+                write!(f, "at most {iops} requests and {mib} MiB a second")
+            }
+        }
+    }
+}
+
 impl VmSpec {
     pub(super) fn check_disks(&self) -> Result<(), InvalidVm> {
         if self.disks.len() > DISKS_MAX {
@@ -34,6 +88,8 @@ impl VmSpec {
         for (index, disk) in self.disks.iter().enumerate() {
             check_path("disk path", &disk.path)?;
             disk.check_making()?;
+            let of = |why| InvalidVm(format!("disk '{}': {why}", disk.name.escape_debug()));
+            disk.limits.check().map_err(of)?;
             if !crate::ids::is_valid_name(&disk.name)
                 || self.disks.iter().take(index).any(|d| d.name == disk.name)
             {
@@ -47,12 +103,17 @@ impl VmSpec {
     }
 
     /// A disk that QEMU itself serves does what QEMU does.
-    pub(super) fn check_on_full(&self) -> Result<(), InvalidVm> {
-        let chosen = self.disks.iter().find(|disk| !disk.on_full.waits());
-        match chosen.filter(|_| !self.serves_disks()) {
+    pub(super) fn check_served(&self) -> Result<(), InvalidVm> {
+        let chosen = self.disks.iter().find_map(|disk| match disk {
+            _ if self.serves_disks() => None,
+            disk if !disk.on_full.waits() => Some((disk, "on_full = \"error\"")),
+            disk if !disk.limits.are_none() => Some((disk, "limits")),
+            _ => None,
+        });
+        match chosen {
             None => Ok(()),
-            Some(disk) => Err(InvalidVm(format!(
-                "disk '{}' of VM '{}' has on_full = \"error\", which there is from hardware version {BOOTS_FROM_DISK} on: update Godwit on every host, then set hardware = {BOOTS_FROM_DISK}",
+            Some((disk, what)) => Err(InvalidVm(format!(
+                "disk '{}' of VM '{}' has {what}, which there is from hardware version {BOOTS_FROM_DISK} on: update Godwit on every host, then set hardware = {BOOTS_FROM_DISK}",
                 disk.name, self.name
             ))),
         }
@@ -79,5 +140,36 @@ mod tests {
         let json = serde_json::to_string(&chosen).unwrap();
         assert!(json.contains("\"on_full\":\"error\""), "{json}");
         assert!(VmSpec::from_toml(&format!("{text}on_full = \"stop\"\n")).is_err());
+    }
+
+    #[test]
+    fn limits_are_written_where_there_are_some_and_none_lets_nothing_through() {
+        let of = |limits: &str| {
+            VmSpec::from_toml(&format!(
+                "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"/d\"\n{limits}"
+            ))
+        };
+        let json = serde_json::to_string(&of("").unwrap()).unwrap();
+        assert!(!json.contains("limits"), "older hosts do not know it");
+        let mut limited = of("limits = { iops = 500, mib_per_s = 20 }\n").unwrap();
+        let limits = limited.disks[0].limits;
+        assert_eq!((limits.iops, limits.mib_per_s), (Some(500), Some(20)));
+        let refused = limited.check_boots().unwrap_err().to_string();
+        assert!(refused.contains("hardware = 2"), "{refused}");
+        limited.set_hardware(Some(2));
+        assert!(limited.check_boots().is_ok() && limited.check().is_ok());
+        let json = serde_json::to_string(&limited).unwrap();
+        assert!(json.contains("\"limits\":{\"iops\":500,\"mib_per_s\":20}"));
+        for wrong in ["iops = 0", "mib_per_s = 0", "iops = 10000001", "speed = 1"] {
+            let refused = of(&format!("limits = {{ {wrong} }}\n"));
+            let refused = refused.and_then(|spec| spec.check()).unwrap_err();
+            assert!(refused.to_string().contains("disk 'd'") || wrong == "speed = 1");
+        }
+        let told = |iops, mib_per_s| DiskLimits { iops, mib_per_s }.to_string();
+        assert_eq!(told(None, None), "no limit");
+        assert_eq!(
+            told(Some(5), Some(2)),
+            "at most 5 requests and 2 MiB a second"
+        );
     }
 }

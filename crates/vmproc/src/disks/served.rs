@@ -3,6 +3,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
 //! one than QEMU was started with.
 
+use super::activity::Gauge;
 use super::claim::{Taking, named};
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
@@ -96,6 +97,8 @@ pub(super) struct Served {
     ram: Arc<RamFile>,
     /// One for each of its disks; `None`: it cannot be served, and is tried again.
     pub(super) disks: Mutex<Vec<Option<Arc<Disk>>>>,
+    /// For each of its disks.
+    pub(super) gauges: Vec<Gauge>,
     tried: Mutex<Option<Instant>>,
     /// Which of them a thread tries to serve just now.
     is_tried: Vec<AtomicBool>,
@@ -148,6 +151,7 @@ impl Served {
             paths: paths.clone(),
             disks: Mutex::new(what.disks.iter().map(|_| None).collect()),
             ram: Arc::clone(ram),
+            gauges: what.disks.iter().map(Gauge::of).collect(),
             tried: Mutex::new(None),
             is_tried: what.disks.iter().map(|_| AtomicBool::new(false)).collect(),
             what: Mutex::new(Arc::new(what)),
@@ -416,7 +420,7 @@ impl Served {
             owner: Some((what.uid, what.gid)),
             geometry: self.geometry((spec, what.queues), &image),
             image,
-            filters: Vec::new(),
+            filters: self.gauges.get(index).map_or_else(Vec::new, Gauge::filters),
             ram: Arc::clone(&self.ram),
             has_image,
             waits_for_room: spec.on_full.waits(),

@@ -351,6 +351,7 @@ pub fn known(spec: VmSpec, state: VmState, generation: Generation, claim: Claim)
         vm_process: None,
         qemu_pid: None,
         note: None,
+        disks: Vec::new(),
     }
 }
 

@@ -1,0 +1,167 @@
+//! What each disk does for its guest, and how much of it the guest may have.
+//!
+//! Owns the counts and the limits, which outlast the thread that serves a disk: one that is served again goes on with them. The
+//! limits stand in the VM's description and nowhere else; what `disks.json` says of them is how QEMU was started.
+
+use super::Disks;
+use crate::adoption::lock;
+use godwit_blockio::Filter;
+use godwit_blockio::filters::{Count, Counts, Limits, SharedLimits, Statistics, Throttle};
+use godwit_types::disk_activity::{DiskActivity, DiskRate, DiskWork};
+use godwit_types::vm::{DiskLimits, DiskSpec};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Rates are of so long at least: whoever asks twice gets the same ones.
+const RATE_OVER: Duration = Duration::from_secs(1);
+
+/// One disk's counts and limits.
+#[derive(Debug)]
+pub(super) struct Gauge {
+    counts: Arc<Counts>,
+    limits: Arc<SharedLimits>,
+    seen: Mutex<Seen>,
+}
+
+/// What was counted when somebody asked last, and the rates that came of it.
+#[derive(Debug)]
+struct Seen {
+    at: Instant,
+    reads: DiskWork,
+    writes: DiskWork,
+    rate: DiskRate,
+}
+
+impl Gauge {
+    pub(super) fn of(disk: &DiskSpec) -> Self {
+        let gauge = Self {
+            counts: Arc::default(),
+            limits: Arc::default(),
+            seen: Mutex::new(Seen {
+                at: Instant::now(),
+                reads: DiskWork::default(),
+                writes: DiskWork::default(),
+                rate: DiskRate::default(),
+            }),
+        };
+        gauge.limit(disk.limits);
+        gauge
+    }
+
+    /// For a disk's thread. Who waits for its turn at the limit is not counted as waiting for storage.
+    pub(super) fn filters(&self) -> Vec<Box<dyn Filter>> {
+        let statistics = Statistics::from(Arc::clone(&self.counts));
+        let throttle = Throttle::from(Arc::clone(&self.limits));
+        vec![Box::new(statistics), Box::new(throttle)]
+    }
+
+    fn limit(&self, limits: DiskLimits) {
+        self.limits.set(Limits {
+            requests: limits.iops.unwrap_or(0),
+            bytes: limits
+                .mib_per_s
+                .map_or(0, |mib| mib.saturating_mul(1 << 20)),
+        });
+    }
+
+    fn activity(&self, disk: &str, now: Instant) -> DiskActivity {
+        let counts = &self.counts;
+        let (reads, writes) = (work(&counts.reads), work(&counts.writes));
+        DiskActivity {
+            disk: disk.to_owned(),
+            reads,
+            writes,
+            flushes: work(&counts.flushes),
+            erasures: work(&counts.erasures),
+            rate: lock(&self.seen).rate(now, reads, writes),
+        }
+    }
+}
+
+impl Seen {
+    fn rate(&mut self, now: Instant, reads: DiskWork, writes: DiskWork) -> DiskRate {
+        let passed = now.saturating_duration_since(self.at);
+        if passed >= RATE_OVER {
+            let seconds = passed.as_secs_f64();
+            let requests =
+                |now: DiskWork, before: DiskWork| (now.requests - before.requests) as f64;
+            let bytes = |now: DiskWork, before: DiskWork| (now.bytes - before.bytes) as f64;
+            let (read, written) = (requests(reads, self.reads), requests(writes, self.writes));
+            let taken = reads.seconds - self.reads.seconds + writes.seconds - self.writes.seconds;
+            let done = read + written;
+            self.rate = DiskRate {
+                reads: read / seconds,
+                read_bytes: bytes(reads, self.reads) / seconds,
+                writes: written / seconds,
+                written_bytes: bytes(writes, self.writes) / seconds,
+                mean_ms: (done > 0.0).then(|| taken.max(0.0) * 1e3 / done),
+            };
+            (self.at, self.reads, self.writes) = (now, reads, writes);
+        }
+        self.rate
+    }
+}
+
+fn work(count: &Count) -> DiskWork {
+    let read = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    DiskWork {
+        requests: read(&count.requests),
+        bytes: read(&count.bytes),
+        failed: read(&count.failed),
+        seconds: read(&count.nanoseconds) as f64 / 1e9,
+    }
+}
+
+impl Disks {
+    /// Limits each disk as the VM's description says.
+    pub(crate) fn limit(&self, described: &[DiskSpec]) {
+        let what = self.0.what();
+        for (gauge, disk) in self.0.gauges.iter().zip(&what.disks) {
+            if let Some(described) = described.iter().find(|other| other.name == disk.name) {
+                gauge.limit(described.limits);
+            }
+        }
+    }
+
+    /// What each does for its guest.
+    pub(crate) fn activity(&self) -> Vec<DiskActivity> {
+        let (what, now) = (self.0.what(), Instant::now());
+        let all = self.0.gauges.iter().zip(&what.disks);
+        all.map(|(gauge, disk)| gauge.activity(&disk.name, now))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_of_a_second_at_least_and_say_how_long_requests_take() {
+        let gauge = Gauge::of(&DiskSpec::new("root", "/root.raw"));
+        let began = lock(&gauge.seen).at;
+        let after = |ms| began + Duration::from_millis(ms);
+        let done = |count: &Count, requests: u64, bytes: u64, ms: u64| {
+            count.requests.fetch_add(requests, Ordering::Relaxed);
+            count.bytes.fetch_add(bytes, Ordering::Relaxed);
+            count
+                .nanoseconds
+                .fetch_add(ms * 1_000_000, Ordering::Relaxed);
+        };
+        done(&gauge.counts.reads, 30, 30 * 4096, 60);
+        done(&gauge.counts.writes, 10, 10 * 512, 100);
+        let seen = gauge.activity("root", after(999));
+        assert_eq!((seen.reads.requests, seen.rate), (30, DiskRate::default()));
+        let rate = gauge.activity("root", after(2000)).rate;
+        assert_eq!((rate.reads, rate.writes), (15.0, 5.0));
+        assert_eq!((rate.read_bytes, rate.written_bytes), (61440.0, 2560.0));
+        assert!((rate.mean_ms.unwrap() - 4.0).abs() < 1e-6, "{rate:?}");
+        done(&gauge.counts.writes, 7, 512, 1);
+        assert_eq!(gauge.activity("root", after(2500)).rate, rate);
+        let rate = gauge.activity("root", after(3000)).rate;
+        assert_eq!((rate.reads, rate.writes), (0.0, 7.0));
+        let idle = gauge.activity("root", after(4000)).rate;
+        assert_eq!(idle, DiskRate::default());
+    }
+}
