@@ -113,9 +113,11 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         return;
     };
     if what.leaving.as_ref() != Some(migration) {
-        tracing::warn!(
-            "the VM's disks were not mirrored with migration {migration}: they are left alone"
-        );
+        if along(&what.disks).next().is_some() {
+            tracing::warn!(
+                "the VM's disks were not mirrored with migration {migration}: they are left alone"
+            );
+        }
         return forget(paths);
     }
     let images = what.disks.iter().zip(&what.images);
