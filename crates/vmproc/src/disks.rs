@@ -97,7 +97,7 @@ impl Disks {
             images: Vec::new(),
             arriving: come.map(|migration| Arrival::of(&migration.id)),
             leaving: None,
-            copying: None,
+            copying: before.copying,
             left: before.left,
             known: before.known,
         };

@@ -247,7 +247,7 @@ impl Served {
         }
         // Whoever comes after this process does it if it cannot be done here.
         if let Err(error) = self.remove_copy(&going.copying) {
-            tracing::warn!(%error, "that a disk is not moved is not written yet");
+            tracing::warn!(%error, "a disk that is not moved is not settled yet");
         }
         moved
     }
@@ -264,7 +264,7 @@ impl Served {
         if let Some(copying) = &self.what().copying
             && let Err(error) = self.remove_copy(copying)
         {
-            tracing::warn!(%error, "that a disk was not moved is not written yet");
+            tracing::warn!(%error, "a disk that was not moved is not settled yet");
         }
         self.remove_former();
     }
@@ -273,12 +273,16 @@ impl Served {
     fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
         if self.has_ended.load(Ordering::SeqCst) && !self.must_save.load(Ordering::SeqCst) {
             // Its record may have been settled before the image was made.
-            copying.remove(&self.what());
-            return Ok(());
+            return match copying.remove(&self.what()) {
+                true => Ok(()),
+                false => Err(internal(copying.is_left())),
+            };
         }
         self.change(|_| ())?;
-        copying.remove(&self.what());
-        self.change(|what| what.copying = None)
+        match copying.remove(&self.what()) {
+            true => self.change(|what| what.copying = None),
+            false => Err(internal(copying.is_left())),
+        }
     }
 
     /// Waits until the VM's description says where the disks are, and removes the images that they had before.

@@ -47,9 +47,8 @@ pub(crate) fn settle_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
-    if let Some(copying) = what.copying.take() {
-        copying.remove(&what);
-    }
+    // One that is left stays noted, and is in the way of nothing but a move of its disk.
+    what.copying = what.copying.take().filter(|copying| !copying.remove(&what));
     remove_left(&mut what);
     save(paths, &what)
 }
@@ -69,8 +68,10 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
 
 /// What the record of an earlier QEMU says that counts for the next one's, too.
 pub(super) struct Kept {
-    /// Former images that could not be removed.
+    /// Former images that could not be removed,
     pub left: Vec<Left>,
+    /// and one that is not whole.
+    pub copying: Option<Copying>,
     pub known: Vec<KnownImage>,
 }
 
@@ -80,10 +81,16 @@ pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
         tracing::error!(%error, "what the VM's disks were before is not known");
         None
     });
-    let (mut left, mut known) = what.map_or_else(Default::default, |what| (what.left, what.known));
+    let (mut left, mut known, copying) = what.map_or_else(Default::default, |what| {
+        (what.left, what.known, what.copying)
+    });
     left.retain(|left| disks.iter().all(|disk| disk.path != left.path));
     known.retain(|known| disks.iter().any(|disk| disk.name == known.disk));
-    Kept { left, known }
+    Kept {
+        left,
+        copying,
+        known,
+    }
 }
 
 fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
@@ -127,17 +134,30 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
 }
 
 impl Copying {
-    /// Removes it under either of its names; another file that has the one that it is to have is not ours.
-    pub(super) fn remove(&self, what: &ServedDisks) {
+    pub(super) fn is_left(&self) -> String {
+        format!(
+            "an image that is not whole is left at {} or {}: it is removed before the next move or start",
+            self.beside, self.path
+        )
+    }
+
+    /// Removes it under either of its names; another file that has the one that it is to have is not ours. Returns whether
+    /// nothing of it is left.
+    pub(super) fn remove(&self, what: &ServedDisks) -> bool {
         let mut disks = what.disks.iter();
         if disks.any(|disk| disk.path == self.path || disk.path == self.beside) {
-            return;
+            return true;
         }
         let (beside, path) = (Path::new(&self.beside), Path::new(&self.path));
-        remove(beside);
-        let found = identity_of(path).ok().flatten();
-        if found.is_some() && found == self.image {
-            remove(path);
+        let is_gone = remove(beside);
+        match identity_of(path) {
+            Ok(found) if found.is_some() && found == self.image => remove(path) && is_gone,
+            Ok(_) => is_gone,
+            Err(error) => {
+                let path = path.display();
+                tracing::warn!(%path, %error, "an image that is not whole may be left there");
+                false
+            }
         }
     }
 }

@@ -209,3 +209,20 @@ fn without_a_description_nothing_is_removed_that_may_be_the_only_copy() {
     assert!(Path::new(&dead.path("old")).exists());
     assert_eq!(dead.written().left.len(), 1);
 }
+
+#[test]
+fn an_image_that_is_not_whole_and_cannot_be_removed_stays_noted() {
+    let mut dead = Dead::with(&["old"], |dead, what| {
+        what.copying = Some(dead.copying(None));
+    });
+    // No file, so that it is not removed as one.
+    std::fs::create_dir(dead.path("new.moving-1")).unwrap();
+    assert_eq!(dead.settled().0, ["new.moving-1", "old"]);
+    let noted = Some(dead.copying(None));
+    assert_eq!(dead.written().copying, noted);
+    // The next QEMU's record has it, too.
+    assert_eq!(kept(&dead.paths, &dead.spec.disks).copying, noted);
+    std::fs::remove_dir(dead.path("new.moving-1")).unwrap();
+    dead.settled();
+    assert_eq!(dead.written().copying, None);
+}
