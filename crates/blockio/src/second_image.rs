@@ -182,6 +182,11 @@ impl Outlet for Writers {
         usize::try_from(room.div_ceil(REGION)).unwrap_or(usize::MAX)
     }
 
+    fn is_behind(&mut self) -> bool {
+        let state = self.0.lock();
+        2 * state.under_way[Origin::Copy as usize] > state.copy_room
+    }
+
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
         let mut state = self.0.lock();
         let (Change::Written(buffer, at), Origin::Copy) = (&change, origin) else {

@@ -10,8 +10,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use godwit_guestmem::zero::is_zero;
@@ -19,6 +19,7 @@ use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
 use godwit_types::plant::planted;
 use rustix::io::Errno;
 
+use super::course::{Course, lock};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
 /// Bytes that are copied under one lock.
@@ -80,77 +81,13 @@ pub trait Outlet: Send {
         }
     }
 
+    /// Whether most of what may be under way to it is: a copying is as fast as it then.
+    fn is_behind(&mut self) -> bool {
+        !self.takes(Origin::Copy)
+    }
+
     /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
-}
-
-/// A mirroring as others see and steer it. Clones are the same one.
-#[derive(Debug, Clone, Default)]
-pub struct Course(Arc<Shared>);
-
-#[derive(Debug, Default)]
-struct Shared {
-    begun: AtomicBool,
-    given_up: AtomicBool,
-    synchronised: AtomicBool,
-    /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
-    lost: Mutex<Vec<Range<u64>>>,
-    left_bytes: AtomicU64,
-    /// Bytes that are zero on both sides.
-    zero: Mutex<Vec<Range<u64>>>,
-    failure: Mutex<Option<String>>,
-}
-
-impl Course {
-    /// Lets it begin. These bytes, and those of earlier calls, are zero on both sides as long as nobody has written them
-    /// since the filter was put in place.
-    pub fn begin(&self, zero: impl IntoIterator<Item = Range<u64>>) {
-        lock(&self.0.zero).extend(zero);
-        self.0.begun.store(true, Ordering::Release);
-    }
-
-    /// Ends it: everything goes to the source alone.
-    pub fn give_up(&self) {
-        self.0.given_up.store(true, Ordering::Release);
-    }
-
-    /// Whether both sides are equal but for what is under way.
-    pub fn is_synchronised(&self) -> bool {
-        let lost = lock(&self.0.lost);
-        lost.is_empty() && self.0.synchronised.load(Ordering::Acquire) && self.failure().is_none()
-    }
-
-    /// What the destination was given of these bytes may not come: from now on the two sides are not equal before they were
-    /// copied again.
-    pub fn lose(&self, range: Range<u64>) {
-        lock(&self.0.lost).push(range);
-    }
-
-    /// What was lost, to be copied again.
-    pub fn take_lost(&self) -> Vec<Range<u64>> {
-        let mut lost = lock(&self.0.lost);
-        if !lost.is_empty() {
-            // Before the list is empty again for whoever looks.
-            self.0.synchronised.store(false, Ordering::Release);
-        }
-        std::mem::take(&mut *lost)
-    }
-
-    /// Bytes that are still to be copied.
-    pub fn left_bytes(&self) -> u64 {
-        self.0.left_bytes.load(Ordering::Relaxed)
-    }
-
-    /// Ends it, since one side is of no use: for the first reason that is given.
-    pub fn fail(&self, reason: String) {
-        lock(&self.0.failure).get_or_insert(reason);
-        self.give_up();
-    }
-
-    /// Why it has ended by itself, if it has.
-    pub fn failure(&self) -> Option<String> {
-        lock(&self.0.failure).clone()
-    }
 }
 
 /// Mirrors one disk to an [`Outlet`].
@@ -171,6 +108,11 @@ pub struct Mirroring {
     /// Copies for which there is no room.
     read: VecDeque<(Copy, Buffer)>,
     look_at: Instant,
+    looked_at: Instant,
+    /// How many regions may be copied at once, but for the pace.
+    copies: usize,
+    /// Whether the pace let none be copied at a time since the last look.
+    is_held: bool,
     /// Whether nothing more is to be copied for now.
     rests: bool,
     /// Until when nobody waits for the destination, since somebody has waited too long.
@@ -192,6 +134,9 @@ impl Mirroring {
             reads: BTreeMap::new(),
             read: VecDeque::new(),
             look_at: Instant::now(),
+            looked_at: Instant::now(),
+            copies: 0,
+            is_held: false,
             rests: false,
             away_until: None,
         }
@@ -332,19 +277,53 @@ impl Mirroring {
                 self.carry_out(steps, flow);
                 continue;
             }
-            let bytes = Arc::new(bytes);
-            for (run, is_zero) in runs(bytes.bytes()) {
-                let start = copy.range.start;
-                let range = start + run.start as u64..start + run.end as u64;
-                let change = match is_zero {
-                    true => Change::Zeroed,
-                    false => written(&bytes, &run),
-                };
-                self.outlet.give(Origin::Copy, range, change);
-            }
-            let steps = self.mirror.copied(&copy);
+            self.give_copy(&copy, &Arc::new(bytes), flow.now());
+            let mut steps = self.keep_pace(flow.now());
+            steps.extend(self.mirror.copied(&copy));
             self.carry_out(steps, flow);
         }
+    }
+
+    fn give_copy(&mut self, copy: &Copy, bytes: &Arc<Buffer>, now: Instant) {
+        for (run, is_zero) in runs(bytes.bytes()) {
+            let start = copy.range.start;
+            let range = start + run.start as u64..start + run.end as u64;
+            let change = match is_zero {
+                true => Change::Zeroed,
+                false => {
+                    self.course.0.pace.take(now, run.len() as u64);
+                    written(bytes, &run)
+                }
+            };
+            self.outlet.give(Origin::Copy, range, change);
+        }
+    }
+
+    /// Lets so many regions be copied at once as there is room for everywhere.
+    fn keep_pace(&mut self, now: Instant) -> Vec<Step> {
+        let paced = self.course.0.pace.copies(now).unwrap_or(COPIES);
+        self.is_held |= paced == 0;
+        self.mirror.allow(self.copies.min(paced))
+    }
+
+    /// What the copying has waited for since the last look.
+    fn book_wait(&mut self, now: Instant) {
+        let since = std::mem::replace(&mut self.looked_at, now);
+        let was_held = std::mem::take(&mut self.is_held);
+        if self.mirror.phase() != Phase::Copying || self.rests {
+            return;
+        }
+        let mut waited = lock(&self.course.0.waited);
+        let wait = if was_held {
+            &mut waited.cap
+        } else if !self.read.is_empty() || self.outlet.is_behind() {
+            &mut waited.writes
+        } else if !self.reads.is_empty() {
+            &mut waited.reads
+        } else {
+            return;
+        };
+        *wait += now.saturating_duration_since(since);
     }
 
     fn give_writes(&mut self, flow: &mut Flow<'_>) {
@@ -358,6 +337,7 @@ impl Mirroring {
     }
 
     fn look(&mut self, flow: &mut Flow<'_>) {
+        self.book_wait(flow.now());
         let lost = self.course.take_lost();
         let steps = lost.iter().flat_map(|range| self.mirror.lost(range));
         let steps = steps.collect();
@@ -371,6 +351,7 @@ impl Mirroring {
             return self.carry_out(steps, flow);
         }
         if self.rests {
+            self.copies = 0;
             let steps = self.mirror.allow(0);
             self.carry_out(steps, flow);
         }
@@ -391,11 +372,11 @@ impl Mirroring {
         self.give_writes(flow);
         self.give_copies(flow);
         self.load += (self.under_way as f64 - self.load) * LOOK_COUNTS;
-        let copies = match self.rests {
+        self.copies = match self.rests {
             true => 0,
             false => copies_beside(self.load).min(self.outlet.copies()),
         };
-        let steps = self.mirror.allow(copies);
+        let steps = self.keep_pace(flow.now());
         self.carry_out(steps, flow);
     }
 }
@@ -518,10 +499,6 @@ fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
         at = end;
     }
     runs
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -2,14 +2,16 @@
 //!
 //! [`Statistics`] is the one to copy from. [`Mirroring`] copies a disk while its guest works with it. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
 
+mod course;
 mod delay;
 mod fault;
 mod mirroring;
 mod statistics;
 mod throttle;
 
+pub use course::Course;
 pub use delay::Delay;
 pub use fault::Fault;
-pub use mirroring::{Change, Course, Mirroring, Origin, Outlet, REGION};
+pub use mirroring::{Change, Mirroring, Origin, Outlet, REGION};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};

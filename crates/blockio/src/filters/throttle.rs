@@ -1,7 +1,7 @@
 //! Limits what one disk may do in a second, so that one guest does not take a datastore from the others.
 //!
-//! The generic cell rate algorithm (ITU-T I.371), twice: each request takes the time that it would take at the limit, and may
-//! come early by a tenth of a second's worth. What comes earlier stays in the guest's ring.
+//! Each request takes the longer one of the times that it would take at both limits ([`Due`]). What comes earlier stays in the
+//! guest's ring.
 //!
 //! Who owns the state: the disk's thread, but for the limits, which anybody may change.
 
@@ -9,10 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::pace::Due;
 use crate::{Filter, Outcome, Request, Work};
-
-/// How much a disk may do at once after it did nothing.
-const BURST: Duration = Duration::from_millis(100);
 
 /// What a disk may do in a second; 0: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -61,8 +59,7 @@ impl SharedLimits {
 #[derive(Debug)]
 pub struct Throttle {
     limits: Arc<SharedLimits>,
-    /// When what was let through would end at the limit.
-    due: Option<Instant>,
+    due: Due,
 }
 
 impl Throttle {
@@ -75,7 +72,10 @@ impl Throttle {
 
 impl From<Arc<SharedLimits>> for Throttle {
     fn from(limits: Arc<SharedLimits>) -> Self {
-        Self { limits, due: None }
+        Self {
+            limits,
+            due: Due::default(),
+        }
     }
 }
 
@@ -84,8 +84,7 @@ impl Filter for Throttle {
     fn passes_down(&mut self, request: &Request, now: Instant) -> bool {
         let limits = self.limits.get();
         if request.work != Work::Flush && !limits.are_none() {
-            let from = self.due.map_or(now, |due| due.max(now));
-            self.due = from.checked_add(limits.cost(&request.work));
+            self.due.take(now, limits.cost(&request.work));
         }
         true
     }
@@ -96,8 +95,10 @@ impl Filter for Throttle {
 
     fn opens_at(&self) -> Option<Instant> {
         // What was let through before a limit was lifted keeps nobody waiting.
-        let due = self.due.filter(|_| !self.limits.get().are_none());
-        due?.checked_sub(BURST)
+        match self.limits.get().are_none() {
+            true => None,
+            false => self.due.opens_at(),
+        }
     }
 }
 

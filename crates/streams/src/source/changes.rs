@@ -46,11 +46,8 @@ pub struct Changes(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     began: Instant,
-    cap_bytes_per_s: Option<f64>,
     /// By origin: bytes.
     under_way: [AtomicU64; 2],
-    /// Bytes of copies that were given since it began.
-    copied: AtomicU64,
     /// When the destination was heard, and when it had carried something out, in ms since it began.
     heard_ms: AtomicU64,
     moved_ms: AtomicU64,
@@ -103,14 +100,11 @@ struct Lane {
     thread: JoinHandle<Vec<Sent>>,
 }
 
-impl Changes {
-    /// Of disks that are copied at so many bytes per second at most.
-    pub fn new(cap_bytes_per_s: Option<f64>) -> Self {
+impl Default for Changes {
+    fn default() -> Self {
         Self(Arc::new(Shared {
             began: Instant::now(),
-            cap_bytes_per_s,
             under_way: [AtomicU64::new(0), AtomicU64::new(0)],
-            copied: AtomicU64::new(0),
             heard_ms: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
             silent_ms: AtomicU64::new(0),
@@ -122,7 +116,9 @@ impl Changes {
             courses: Mutex::default(),
         }))
     }
+}
 
+impl Changes {
     /// Where the changes of a disk go, by its place in the VM. What may not come is told to its course.
     pub fn of_disk(&self, disk: u8, course: &Course) -> Box<dyn Outlet> {
         lock(&self.0.courses).insert(disk, course.clone());
@@ -262,9 +258,6 @@ impl Changes {
         shared
             .under_way_of(origin)
             .fetch_add(cost, Ordering::AcqRel);
-        if origin == Origin::Copy {
-            shared.copied.fetch_add(cost, Ordering::Relaxed);
-        }
         let mut state = shared.lock();
         let number = state.below + state.carried.len() as u64;
         state.carried.push_back(false);
@@ -300,19 +293,7 @@ impl Changes {
 
     fn takes(&self, origin: Origin) -> bool {
         let under_way = self.0.under_way_of(origin).load(Ordering::Acquire);
-        let is_held = origin == Origin::Copy && self.is_capped();
-        under_way < UNDER_WAY_MAX
-            && !is_held
-            && self.0.lock().carried.len() < COUNT_MAX
-            && !self.is_silent()
-    }
-
-    /// A cap is for copies: what the guest writes has to go.
-    fn is_capped(&self) -> bool {
-        self.0.cap_bytes_per_s.is_some_and(|cap| {
-            let may = cap * self.0.began.elapsed().as_secs_f64() + PAYLOAD_LEN_MAX as f64;
-            self.0.copied.load(Ordering::Relaxed) as f64 > may
-        })
+        under_way < UNDER_WAY_MAX && self.0.lock().carried.len() < COUNT_MAX && !self.is_silent()
     }
 }
 
@@ -464,6 +445,11 @@ impl Outlet for DiskOutlet {
 
     fn takes(&mut self, origin: Origin) -> bool {
         self.changes.takes(origin)
+    }
+
+    fn is_behind(&mut self) -> bool {
+        let under_way = self.changes.0.under_way_of(Origin::Copy);
+        2 * under_way.load(Ordering::Acquire) > UNDER_WAY_MAX
     }
 
     /// A record holds a part of a change at most.

@@ -48,7 +48,7 @@ impl Bench {
             .unwrap();
         let image = Image::open(&path, Access::ReadWrite, 512).unwrap();
         let arriving = Arriving::of(&image).unwrap();
-        let changes = Changes::new(None);
+        let changes = Changes::default();
         let course = Course::default();
         Self {
             directory,

@@ -9,8 +9,8 @@ use super::served::Served;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::Arriving;
 use godwit_blockio::filters::{Course, Mirroring, REGION};
+use godwit_blockio::{Arriving, Pace};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
@@ -71,14 +71,14 @@ impl Disks {
         self.wait_for_qemu(Instant::now() + CONNECT_WAIT, || true)
             .map_err(|why| ApiError::new(ErrorCode::Hypervisor, why))?;
         let mut source = SourceDisks {
-            changes: Changes::new(cap_bytes_per_s),
+            changes: Changes::default(),
             disks: Vec::new(),
             synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
         *lock(&self.0.leaving) = Some(spec.id.clone());
         self.0.save()?;
-        let disks = lock(&self.0.disks);
+        let (disks, pace) = (lock(&self.0.disks), Pace::at_most(cap_bytes_per_s));
         for (index, (disk, image)) in along {
             let named = spec.disks.iter().find(|named| named.name == disk.name);
             let named = named.ok_or_else(|| {
@@ -88,7 +88,7 @@ impl Disks {
                 ))
             })?;
             let served = disks.get(index).and_then(Option::as_deref);
-            let (place, course) = (u8::try_from(index).map_err(internal)?, Course::default());
+            let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course);
             let filter = Mirroring::new(named.bytes, outlet, &course);
             put((served, named.bytes), disk, Box::new(filter))?;

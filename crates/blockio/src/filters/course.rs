@@ -1,0 +1,97 @@
+//! How others than the disk's thread follow a mirroring: how far it is, at what pace, and what becomes of it.
+//!
+//! Owned by the disk's thread and by whoever moves the disk, together. Refuses nothing.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::pace::{Pace, Waited};
+
+/// A mirroring as others see and steer it. Clones are the same one.
+#[derive(Debug, Clone, Default)]
+pub struct Course(pub(super) Arc<Shared>);
+
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    pub(super) begun: AtomicBool,
+    pub(super) given_up: AtomicBool,
+    pub(super) synchronised: AtomicBool,
+    /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
+    pub(super) lost: Mutex<Vec<Range<u64>>>,
+    pub(super) left_bytes: AtomicU64,
+    /// Bytes that are zero on both sides.
+    pub(super) zero: Mutex<Vec<Range<u64>>>,
+    pub(super) failure: Mutex<Option<String>>,
+    pub(super) pace: Pace,
+    pub(super) waited: Mutex<Waited>,
+}
+
+impl Course {
+    /// Of a copying that is no faster than this.
+    pub fn at(pace: &Pace) -> Self {
+        Self(Arc::new(Shared {
+            pace: pace.clone(),
+            ..Shared::default()
+        }))
+    }
+
+    /// Lets it begin. These bytes, and those of earlier calls, are zero on both sides as long as nobody has written them
+    /// since the filter was put in place.
+    pub fn begin(&self, zero: impl IntoIterator<Item = Range<u64>>) {
+        lock(&self.0.zero).extend(zero);
+        self.0.begun.store(true, Ordering::Release);
+    }
+
+    /// Ends it: everything goes to the source alone.
+    pub fn give_up(&self) {
+        self.0.given_up.store(true, Ordering::Release);
+    }
+
+    /// Whether both sides are equal but for what is under way.
+    pub fn is_synchronised(&self) -> bool {
+        let lost = lock(&self.0.lost);
+        lost.is_empty() && self.0.synchronised.load(Ordering::Acquire) && self.failure().is_none()
+    }
+
+    /// What the destination was given of these bytes may not come: from now on the two sides are not equal before they were
+    /// copied again.
+    pub fn lose(&self, range: Range<u64>) {
+        lock(&self.0.lost).push(range);
+    }
+
+    /// What was lost, to be copied again.
+    pub fn take_lost(&self) -> Vec<Range<u64>> {
+        let mut lost = lock(&self.0.lost);
+        if !lost.is_empty() {
+            // Before the list is empty again for whoever looks.
+            self.0.synchronised.store(false, Ordering::Release);
+        }
+        std::mem::take(&mut *lost)
+    }
+
+    /// Bytes that are still to be copied.
+    pub fn left_bytes(&self) -> u64 {
+        self.0.left_bytes.load(Ordering::Relaxed)
+    }
+
+    /// What the copying has waited for so far.
+    pub fn waited(&self) -> Waited {
+        *lock(&self.0.waited)
+    }
+
+    /// Ends it, since one side is of no use: for the first reason that is given.
+    pub fn fail(&self, reason: String) {
+        lock(&self.0.failure).get_or_insert(reason);
+        self.give_up();
+    }
+
+    /// Why it has ended by itself, if it has.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.0.failure).clone()
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,166 @@
+//! How fast a disk is copied at most, and what its copying waits for.
+//!
+//! A cap is for what is copied alone: whoever copies asks how many regions may be read for it now, so that none is locked
+//! against the guest while the cap holds it up. Several copyings may keep one cap together.
+//!
+//! Who owns the state: clones of a pace share it. Pure: the caller says what time it is. Refuses nothing.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::filters::REGION;
+
+/// How much may be done at once after nothing was.
+const BURST: Duration = Duration::from_millis(100);
+/// A copying that waits for its cap for so much of its time is held by that.
+const CAP_SHARE: f64 = 0.2;
+
+/// What a limit lets through, by the generic cell rate algorithm (ITU-T I.371): each piece of work takes the time that it would
+/// take at the limit, and may come early by a tenth of a second's worth.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Due(Option<Instant>);
+
+impl Due {
+    /// Lets work through that takes so long at the limit.
+    pub(crate) fn take(&mut self, now: Instant, cost: Duration) {
+        let from = self.0.map_or(now, |due| due.max(now));
+        self.0 = from.checked_add(cost);
+    }
+
+    /// When the next may come; `None`: at any time.
+    pub(crate) fn opens_at(&self) -> Option<Instant> {
+        self.0?.checked_sub(BURST)
+    }
+
+    /// How much time's worth may come now.
+    fn room(&self, now: Instant) -> Duration {
+        let opens = self.opens_at();
+        opens.map_or(BURST, |at| now.saturating_duration_since(at).min(BURST))
+    }
+}
+
+/// How fast disks are copied at most. Clones are the same one, which those that have it keep together.
+#[derive(Debug, Clone, Default)]
+pub struct Pace(Option<Arc<Cap>>);
+
+#[derive(Debug)]
+struct Cap {
+    bytes_per_s: f64,
+    due: Mutex<Due>,
+}
+
+impl Pace {
+    /// So many bytes in a second, or as many as storage takes.
+    pub fn at_most(bytes_per_s: Option<f64>) -> Self {
+        Self(bytes_per_s.map(|bytes_per_s| {
+            Arc::new(Cap {
+                bytes_per_s: bytes_per_s.max(1.0),
+                due: Mutex::default(),
+            })
+        }))
+    }
+
+    /// So many bytes are copied.
+    pub(crate) fn take(&self, now: Instant, bytes: u64) {
+        if let Some(cap) = &self.0 {
+            let cost = Duration::from_secs_f64(bytes as f64 / cap.bytes_per_s);
+            let mut due = cap.due.lock().unwrap_or_else(PoisonError::into_inner);
+            due.take(now, cost);
+        }
+    }
+
+    /// How many regions may be on their way that have not been taken; `None`: any number.
+    pub(crate) fn copies(&self, now: Instant) -> Option<usize> {
+        let cap = self.0.as_ref()?;
+        let due = cap.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = due.room(now).as_secs_f64() * cap.bytes_per_s;
+        Some((bytes / REGION as f64).ceil() as usize)
+    }
+}
+
+/// How long a copying waited for what.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Waited {
+    pub reads: Duration,
+    pub writes: Duration,
+    pub cap: Duration,
+}
+
+/// What holds a copying up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waits {
+    /// Reads of the image that is copied.
+    Reads,
+    /// What takes the copy.
+    Writes,
+    Cap,
+}
+
+impl Waited {
+    /// What it waited for most; nothing where it never did.
+    pub fn most(&self) -> Option<Waits> {
+        let all = self.reads + self.writes + self.cap;
+        if all.is_zero() {
+            return None;
+        }
+        // An explicit wait, beside which the others go on.
+        if self.cap > all.mul_f64(CAP_SHARE) {
+            return Some(Waits::Cap);
+        }
+        Some(match self.reads >= self.writes {
+            true => Waits::Reads,
+            false => Waits::Writes,
+        })
+    }
+}
+
+impl std::ops::Add for Waited {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            reads: self.reads + other.reads,
+            writes: self.writes + other.writes,
+            cap: self.cap + other.cap,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn as_many_regions_may_be_on_their_way_as_the_cap_has_room_for_and_none_is_saved_up() {
+        let began = Instant::now();
+        assert_eq!(Pace::default().copies(began), None);
+        let pace = Pace::at_most(Some(40.0 * REGION as f64));
+        assert_eq!(pace.copies(began), Some(4));
+        pace.take(began, 4 * REGION);
+        assert_eq!(pace.copies(began), Some(0));
+        let other = pace.clone();
+        assert_eq!(other.copies(began + MS), Some(1));
+        other.take(began + MS, REGION);
+        assert_eq!(pace.copies(began + 20 * MS), Some(0));
+        assert_eq!(pace.copies(began + 60 * MS), Some(2));
+        // Nothing for a minute.
+        assert_eq!(pace.copies(began + 60_000 * MS), Some(4));
+    }
+
+    #[test]
+    fn what_a_copying_waited_for_most_limits_it_and_a_cap_does_where_it_is_much_of_it() {
+        let waited = |reads: u32, writes: u32, cap: u32| Waited {
+            reads: reads * MS,
+            writes: writes * MS,
+            cap: cap * MS,
+        };
+        assert_eq!(waited(0, 0, 0).most(), None);
+        assert_eq!(waited(3, 2, 1).most(), Some(Waits::Reads));
+        assert_eq!(waited(2, 3, 1).most(), Some(Waits::Writes));
+        assert_eq!(waited(3, 0, 1).most(), Some(Waits::Cap));
+        let sum = waited(3, 0, 0) + waited(0, 4, 0);
+        assert_eq!(sum.most(), Some(Waits::Writes));
+    }
+}
