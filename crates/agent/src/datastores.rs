@@ -1,27 +1,36 @@
 //! Datastores of this host, and the places in them that disks move to while their guest runs.
 //!
 //! Owns nothing: a datastore is a directory that the configuration names. Refuses: one that is not there, that cannot be written
-//! or has too little room, a disk that is in it already, and a place where a file is.
+//! or has too little room, a disk that is in it already, and a place where a file is; a dry run lists all of that.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::reserved_path;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_types::datastore::{Datastore, Datastores};
-use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
+use godwit_types::disk_move::{
+    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
+};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{DiskSpec, VmSpec};
-use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Places in a datastore of this host for disks of a VM, or why there are none.
+/// Where disks of a VM would come to, how much each holds, and what stands in the way of that.
+#[derive(Debug)]
+pub(crate) struct Found {
+    places: Vec<(DiskPlace, DiskMove)>,
+    refusals: Vec<ApiError>,
+}
+
+/// Places in a datastore of this host for disks of a VM; or why none can be named.
 pub(crate) fn places(
     host: &HostName,
     datastores: &Datastores,
     spec: &VmSpec,
     wish: &MoveDisks,
-) -> Result<Vec<DiskPlace>, ApiError> {
+) -> Result<Found, ApiError> {
     let refused = |code, message: String| ApiError::new(code, message).on_host(host);
     let name = &wish.to;
     let store = datastores.get(name).ok_or_else(|| {
@@ -37,12 +46,13 @@ pub(crate) fn places(
     })?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why))?;
-    let mut needed = 0_u64;
+    let (mut needed, mut refusals) = (0_u64, Vec::new());
     let places = disks.iter().map(|disk| {
         let place = DiskPlace {
             disk: disk.name.clone(),
             path: store.image_of(&spec.name, &disk.name),
             shared: store.shared,
+            max_bandwidth_mbit_per_s: wish.max_bandwidth_mbit_per_s,
         };
         let what = format!("disk '{}' of VM '{}'", disk.name, spec.name);
         let free = match store.holds(&disk.path) {
@@ -53,14 +63,21 @@ pub(crate) fn places(
                 format!("{what} cannot move to datastore '{name}' of host '{host}': {why}")
             }),
         };
-        needed = needed.saturating_add(used_bytes(disk));
-        free.map(|()| place)
-            .map_err(|message| refused(ErrorCode::InvalidRequest, message))
+        let used = used_bytes(disk);
+        needed = needed.saturating_add(used);
+        let refusal = free.map_err(|message| refused(ErrorCode::InvalidRequest, message));
+        refusals.extend(refusal.err());
+        let planned = DiskMove {
+            total_bytes: used,
+            left_bytes: used,
+            ..DiskMove::planned(&disk.name, &disk.path, &place.path)
+        };
+        (place, planned)
     });
-    let places = places.collect::<Result<Vec<_>, _>>()?;
+    let places = places.collect();
     if room < needed {
         let mib = |bytes: u64| bytes >> 20;
-        return Err(refused(
+        refusals.push(refused(
             ErrorCode::Preflight,
             format!(
                 "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free: make room there, or choose another one",
@@ -69,7 +86,29 @@ pub(crate) fn places(
             ),
         ));
     }
-    Ok(places)
+    Ok(Found { places, refusals })
+}
+
+/// How long each takes at the speed at which disks of this VM were moved to that datastore last, if one was.
+fn estimate(planned: &mut [DiskMove], past: &[DiskMove], wish: &MoveDisks) {
+    let directory = |path: &str| Path::new(path).parent().map(Path::to_owned);
+    let cap = wish.max_bandwidth_mbit_per_s;
+    let cap = cap.map(bytes_per_s);
+    for disk in planned {
+        let like = |past: &&DiskMove| {
+            let ends = |disk: &DiskMove| (directory(&disk.from), directory(&disk.to));
+            past.state == DiskMoveState::Moved && ends(past) == ends(disk)
+        };
+        let speed = past.iter().find(like).and_then(|past| {
+            let seconds = past.seconds.filter(|seconds| *seconds > 0.0)?;
+            // A cap says nothing of the storage.
+            let is_capped = past.limited_by == Some(DiskMoveLimit::Cap);
+            (!is_capped).then_some(past.total_bytes as f64 / seconds)
+        });
+        let speeds = speed.into_iter().chain(cap);
+        let speed = speeds.min_by(f64::total_cmp).filter(|speed| *speed > 0.0);
+        disk.eta_s = speed.map(|speed| (disk.total_bytes as f64 / speed).ceil() as u64);
+    }
 }
 
 fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, String> {
@@ -138,19 +177,47 @@ impl Agent {
         let spec = self.vm(vm).await?.spec;
         let agent = Arc::clone(self);
         // The datastore may hang.
-        let places = blocking(move || {
+        let asked = wish.clone();
+        let found = blocking(move || {
             let (host, stores) = (agent.host(), &agent.config.datastores);
-            let places = places(host, stores, &spec, &wish)?;
-            let paths = places.iter().map(|place| place.path.as_str());
-            match reserved_path(&agent.config, &spec.name, paths) {
-                Some(error) => Err(error.on_host(host)),
-                None => Ok(places),
-            }
+            let mut found = places(host, stores, &spec, &asked)?;
+            let paths = found.places.iter().map(|(place, _)| place.path.as_str());
+            let reserved = reserved_path(&agent.config, &spec.name, paths);
+            let reserved = reserved.map(|error| error.on_host(host));
+            found.refusals.extend(reserved);
+            Ok(found)
         });
-        let request = VmRequest::MoveDisks {
-            places: places.await?,
-        };
-        self.ask_disk_moves(vm, request).await
+        let Found { places, refusals } = found.await?;
+        let (places, planned): (Vec<_>, Vec<_>) = places.into_iter().unzip();
+        if wish.dry_run {
+            return self
+                .plan_disk_moves(vm, &wish, places, (planned, refusals))
+                .await;
+        }
+        if let Some(refusal) = refusals.into_iter().next() {
+            return Err(refusal);
+        }
+        self.ask_disk_moves(vm, VmRequest::MoveDisks { places })
+            .await
+    }
+
+    async fn plan_disk_moves(
+        self: &Arc<Self>,
+        vm: &VmName,
+        wish: &MoveDisks,
+        places: Vec<DiskPlace>,
+        (mut disks, mut refusals): (Vec<DiskMove>, Vec<ApiError>),
+    ) -> Reply<DiskMoves> {
+        let asked = self.ask_disk_moves(vm, VmRequest::PlanDiskMoves { places });
+        match asked.await {
+            Ok(planned) => estimate(&mut disks, &planned.past, wish),
+            Err(refusal) => refusals.push(refusal),
+        }
+        Ok(DiskMoves {
+            disks,
+            past: Vec::new(),
+            refusals,
+        })
     }
 
     /// How far they are.

@@ -2,6 +2,15 @@
 
 use super::*;
 
+fn wish(disks: &[&str], to: &str) -> MoveDisks {
+    MoveDisks {
+        disks: disks.iter().map(|disk| (*disk).to_owned()).collect(),
+        to: store(to),
+        max_bandwidth_mbit_per_s: None,
+        dry_run: false,
+    }
+}
+
 struct House {
     directory: tempfile::TempDir,
     spec: VmSpec,
@@ -41,18 +50,22 @@ impl House {
         }
     }
 
-    fn places(&self, disks: &[&str], to: &str) -> Result<Vec<DiskPlace>, ApiError> {
-        let disks = disks.iter().map(|disk| (*disk).to_owned()).collect();
-        let wish = MoveDisks {
-            disks,
-            to: store(to),
-        };
+    fn found(&self, disks: &[&str], to: &str) -> Result<Found, ApiError> {
+        let wish = wish(disks, to);
         places(
             &HostName::new("a").unwrap(),
             &self.stores,
             &self.spec,
             &wish,
         )
+    }
+
+    fn places(&self, disks: &[&str], to: &str) -> Result<Vec<DiskPlace>, ApiError> {
+        let found = self.found(disks, to)?;
+        match found.refusals.into_iter().next() {
+            Some(refusal) => Err(refusal),
+            None => Ok(found.places.into_iter().map(|(place, _)| place).collect()),
+        }
     }
 
     fn refuses(&self, disks: &[&str], to: &str, words: &[&str]) {
@@ -127,4 +140,61 @@ fn a_datastore_that_is_a_file_or_too_small_is_refused() {
         },
     );
     house.refuses(&[], "proc", &["0 MiB free"]);
+}
+
+#[test]
+fn a_dry_run_finds_everything_that_stands_in_the_way_and_what_each_disk_holds() {
+    let house = House::new();
+    for name in ["web-root.raw", "web-data.raw"] {
+        std::fs::write(house.directory.path().join("fast").join(name), "x").unwrap();
+    }
+    let found = house.found(&[], "fast").unwrap();
+    let said: Vec<&str> = found
+        .refusals
+        .iter()
+        .map(|why| why.message.as_str())
+        .collect();
+    assert!(
+        said.len() == 2 && said[0].contains("web-root.raw"),
+        "{said:?}"
+    );
+    let (place, planned) = &found.places[0];
+    assert_eq!((&planned.to, planned.total_bytes), (&place.path, 4096));
+    assert!(planned.from.ends_with("slow/root.raw"));
+    assert_eq!(planned.state, DiskMoveState::Planned);
+}
+
+#[test]
+fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_or_from_the_cap() {
+    let of = |from: &str, to: &str| DiskMove {
+        total_bytes: 1 << 30,
+        ..DiskMove::planned("root", from, to)
+    };
+    let moved = |from: &str, seconds, limited_by| DiskMove {
+        state: DiskMoveState::Moved,
+        seconds: Some(seconds),
+        limited_by: Some(limited_by),
+        ..of(from, "/fast/web-data.raw")
+    };
+    let eta = |past: &[DiskMove], mbit| {
+        let mut planned = [of("/slow/web-root.raw", "/fast/web-root.raw")];
+        let wish = MoveDisks {
+            max_bandwidth_mbit_per_s: mbit,
+            ..wish(&[], "fast")
+        };
+        estimate(&mut planned, past, &wish);
+        planned[0].eta_s
+    };
+    let own = moved("/slow/web-data.raw", 10.0, DiskMoveLimit::SourceDisk);
+    assert_eq!(eta(&[], None), None, "nothing is known");
+    assert_eq!(eta(std::slice::from_ref(&own), None), Some(10));
+    assert_eq!(eta(std::slice::from_ref(&own), Some(429)), Some(21));
+    assert_eq!(eta(&[own], Some(80_000)), Some(10));
+    assert_eq!(eta(&[], Some(859)), Some(10));
+    for other in [
+        moved("/elsewhere/web-data.raw", 10.0, DiskMoveLimit::SourceDisk),
+        moved("/slow/web-data.raw", 10.0, DiskMoveLimit::Cap),
+    ] {
+        assert_eq!(eta(&[other], None), None);
+    }
 }

@@ -391,7 +391,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         VmRequest::HostRemoved { host } => {
             heard(run_dir, &format!("{host} is gone"), "waits no more")
         }
-        VmRequest::MoveDisks { .. } | VmRequest::DiskMoves => {
+        VmRequest::MoveDisks { .. } | VmRequest::PlanDiskMoves { .. } | VmRequest::DiskMoves => {
             VmAnswer::DiskMoves(Default::default())
         }
         VmRequest::CancelDiskMoves => heard(run_dir, "disks stay", "they stay"),

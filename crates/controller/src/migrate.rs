@@ -217,29 +217,26 @@ fn check_request(request: &MigrateRequest) -> Outcome<()> {
             format!("max_guest_slowdown_percent = {percent} would stop the guest: give 0 to 99"),
         );
     }
-    let bounded = [
-        ("max_downtime_ms", request.max_downtime_ms, DOWNTIME_MAX_MS),
-        ("deadline_s", request.deadline_s, DEADLINE_MAX_S),
-        (
-            "max_bandwidth_mbit_per_s",
-            request.max_bandwidth_mbit_per_s,
-            BANDWIDTH_MAX_MBIT_PER_S,
-        ),
-    ];
-    for (key, value, most) in bounded {
-        let Some(value) = value.filter(|value| !(1..=most).contains(value)) else {
-            continue;
-        };
-        let problem = match value {
-            0 => "cannot be kept",
-            _ => "is too much",
-        };
-        return refuse(
-            ErrorCode::InvalidRequest,
-            format!("{key} = {value} {problem}: give 1 to {most} or leave it out"),
-        );
-    }
-    Ok(())
+    check_bounds("max_downtime_ms", request.max_downtime_ms, DOWNTIME_MAX_MS)?;
+    check_bounds("deadline_s", request.deadline_s, DEADLINE_MAX_S)?;
+    check_cap(request.max_bandwidth_mbit_per_s)
+}
+
+/// Refuses a cap that cannot be one.
+pub fn check_cap(mbit_per_s: Option<u64>) -> Outcome<()> {
+    let key = "max_bandwidth_mbit_per_s";
+    check_bounds(key, mbit_per_s, BANDWIDTH_MAX_MBIT_PER_S)
+}
+
+fn check_bounds(key: &str, value: Option<u64>, most: u64) -> Outcome<()> {
+    let problem = match value {
+        Some(0) => "cannot be kept",
+        Some(value) if value > most => "is too much",
+        _ => return Ok(()),
+    };
+    let value = value.unwrap_or_default();
+    let message = format!("{key} = {value} {problem}: give 1 to {most} or leave it out");
+    refuse(ErrorCode::InvalidRequest, message)
 }
 
 fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {

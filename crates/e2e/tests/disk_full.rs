@@ -223,6 +223,7 @@ fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() ->
                 disk: "root".into(),
                 path: image.to_str().context("a path")?.into(),
                 shared: false,
+                max_bandwidth_mbit_per_s: None,
             };
             let begun = small.pair.a.ask(&VmRequest::MoveDisks {
                 places: vec![place],

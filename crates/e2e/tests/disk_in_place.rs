@@ -5,7 +5,7 @@ mod disk_site;
 use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{LONG, LOOK_EVERY, Site, dies_at, does_at, has_died};
 use godwit_e2e::pair::Options;
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -23,12 +23,20 @@ fn another(site: &Site, name: &str) -> Result<PathBuf> {
 }
 
 fn begin(site: &Site, to: &Path) -> Result<DiskMoves> {
-    let place = DiskPlace {
+    begin_capped(site, to, None)
+}
+
+fn place(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<DiskPlace>> {
+    Ok(vec![DiskPlace {
         disk: "root".into(),
         path: to.to_str().context("a path")?.into(),
         shared: false,
-    };
-    let places = vec![place];
+        max_bandwidth_mbit_per_s,
+    }])
+}
+
+fn begin_capped(site: &Site, to: &Path, cap: Option<u64>) -> Result<DiskMoves> {
+    let places = place(to, cap)?;
     match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
         VmAnswer::DiskMoves(moves) => Ok(moves),
         other => bail!("{other:?}"),
@@ -145,6 +153,7 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
         disk: "swap".into(),
         path: "/nowhere".into(),
         shared: false,
+        max_bandwidth_mbit_per_s: None,
     }];
     let asked = site.pair.a.ask(&VmRequest::MoveDisks { places });
     let refused = format!(
@@ -252,5 +261,56 @@ fn a_process_that_is_killed_at_any_moment_of_a_move_leaves_one_image_which_is_th
             .with_context(|| format!("round {round}"))?;
     }
     println!("  {moved} of 16 were moved before they were killed");
+    Ok(())
+}
+
+#[test]
+fn a_move_is_planned_without_a_change_keeps_its_cap_and_stays_listed_after_its_end() -> Result<()> {
+    let mut site = Site::local()?;
+    let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+    let moves = |site: &Site, request: VmRequest| match site.pair.a.ask(&request)? {
+        VmAnswer::DiskMoves(moves) => Ok(moves),
+        other => bail!("{other:?}"),
+    };
+    let places = place(&fast, None)?;
+    let planned = moves(&site, VmRequest::PlanDiskMoves { places })?;
+    let [disk] = &planned.disks[..] else {
+        bail!("{planned:?}");
+    };
+    ensure!(disk.state == DiskMoveState::Planned && !planned.are_under_way());
+    ensure!(Path::new(&disk.to) == fast && Path::new(&disk.from) == first);
+    ensure!(files_beside(&fast)? == 0, "something was made");
+    ensure!(moves(&site, VmRequest::DiskMoves)?.disks.is_empty());
+
+    // Some 48 MiB, of which so many MiB go in a second.
+    begin_capped(&site, &fast, Some(100))?;
+    let moved = ended(&site)?;
+    let taken = moved.seconds.context("no time")?;
+    println!("  {} MiB in {taken:.1} s", moved.total_bytes >> 20);
+    ensure!(
+        moved.state == DiskMoveState::Moved && taken > 3.0,
+        "{moved:?}"
+    );
+    ensure!(moved.limited_by == Some(DiskMoveLimit::Cap), "{moved:?}");
+    is_at(&mut site, &fast)?;
+    site.goes_on(&site.pair.a, 20)?;
+    site.is_whole(&site.pair.a)?;
+
+    std::fs::write(&first, "somebody's")?;
+    begin(&site, &first)?;
+    let failed = ended(&site)?;
+    let listed = |site: &Site| moves(site, VmRequest::DiskMoves).map(|moves| moves.past);
+    let past = listed(&site)?;
+    ensure!(past == [failed, moved], "{past:?}");
+    ensure!(
+        past.iter().all(|disk| disk.began_unix_s.is_some()),
+        "{past:?}"
+    );
+    let starts = site.pair.a.starts();
+    site.pair.a.signal_kill()?;
+    disk_site::has_successor(&site.pair.a, starts)?;
+    ensure!(listed(&site)? == past, "a successor knows of them");
+    site.pair.a.ask(&VmRequest::Stop { force: true })?;
+    ensure!(listed(&site)? == past, "so does one without a guest");
     Ok(())
 }

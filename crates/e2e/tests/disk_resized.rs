@@ -113,6 +113,7 @@ fn a_disk_that_moves_is_not_made_larger_and_one_that_is_made_larger_does_not_mov
             disk: "root".into(),
             path: fast.to_string_lossy().into_owned(),
             shared: false,
+            max_bandwidth_mbit_per_s: None,
         }]
     };
     does_at(&site.pair.a, "disk-resize.durable", "hold")?;

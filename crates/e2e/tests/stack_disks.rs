@@ -222,6 +222,22 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     stack.remove("one")
 }
 
+/// A dry run says what would be moved where, and makes nothing.
+fn is_planned(stack: &Stack, image: &str, moved: &str) -> Result<()> {
+    let dry = ["vm", "move-disk", "one", "--to", "fast", "--dry-run"];
+    let shown = stack.ok("controller", &dry)?;
+    names(&shown, &["would move from", image, moved, "no estimate"])?;
+    let there = stack.inside("a", moved)?;
+    ensure!(!there.exists(), "a dry run made an image");
+    std::fs::write(&there, "somebody's")?;
+    let refused = stack.run("controller", &dry)?;
+    ensure!(
+        refused.code != Some(0) && refused.stdout.contains("refused: disk 'root'"),
+        "{refused:?}"
+    );
+    Ok(std::fs::remove_file(there)?)
+}
+
 #[test]
 fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> {
     let lines = "datastores = { fast = { path = \"/var/tmp/fast\" }, gone = { path = \"/var/tmp/gone\" } }\n";
@@ -259,12 +275,12 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
         "{said:?}"
     );
 
-    let shown = ok(&to_fast)?;
     let moved = "/var/tmp/fast/one-root.raw";
-    ensure!(
-        shown.contains(&format!("disk 'root' of VM 'one' is {moved} now")),
-        "{shown:?}"
-    );
+    is_planned(&stack, &image, moved)?;
+    for words in [&to_fast[..], &["vm", "move-disk", "one", "--list"]] {
+        let said = ok(words)?;
+        names(&said, &[&format!("disk 'root' of VM 'one' is {moved} now")])?;
+    }
     goes_on(&stack, "one")?;
     ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);
     stack.until("the former image is gone", SOON, || {

@@ -2,6 +2,7 @@
 //!
 //! Plain data. Refuses nothing.
 
+use crate::ApiError;
 use crate::ids::DatastoreName;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -15,6 +16,12 @@ pub struct MoveDisks {
     pub disks: Vec<String>,
     #[schema(value_type = String)]
     pub to: DatastoreName,
+    /// Cap of what is copied, Mb/s; what the guest writes meanwhile is beside it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// Say what would be moved, and change nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dry_run: bool,
 }
 
 /// Where a disk goes.
@@ -26,12 +33,17 @@ pub struct DiskPlace {
     pub path: String,
     /// Whether other hosts have that image, too.
     pub shared: bool,
+    /// Cap of what is copied, Mb/s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_mbit_per_s: Option<u64>,
 }
 
 /// How far a disk is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiskMoveState {
+    /// It would be moved: a dry run.
+    Planned,
     /// Another one goes first.
     Waiting,
     Copying,
@@ -42,6 +54,18 @@ pub enum DiskMoveState {
     Failed,
     /// A person called it off; as if it had not begun.
     Cancelled,
+}
+
+/// What the copying of a disk waited for most of its time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskMoveLimit {
+    /// Reads of the image that it has.
+    SourceDisk,
+    /// Writes of the image that it is to have.
+    DestinationDisk,
+    /// The cap that was asked for.
+    Cap,
 }
 
 /// One disk on its way.
@@ -66,12 +90,46 @@ pub struct DiskMove {
     /// Why it is not there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
+    /// When it began, s since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began_unix_s: Option<u64>,
+    /// How long it has taken, s: until now, or until its end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limited_by: Option<DiskMoveLimit>,
 }
 
 /// The disks that a VM's process moves, or moved last.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskMoves {
     pub disks: Vec<DiskMove>,
+    /// Those that were moved on this host before, or were not, newest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub past: Vec<DiskMove>,
+    /// What stands in the way, in a dry run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub refusals: Vec<ApiError>,
+}
+
+impl DiskMove {
+    /// One that has not begun.
+    pub fn planned(disk: &str, from: &str, to: &str) -> Self {
+        Self {
+            disk: disk.to_owned(),
+            from: from.to_owned(),
+            to: to.to_owned(),
+            state: DiskMoveState::Planned,
+            total_bytes: 0,
+            left_bytes: 0,
+            eta_s: None,
+            switch_ms: None,
+            why: None,
+            began_unix_s: None,
+            seconds: None,
+            limited_by: None,
+        }
+    }
 }
 
 impl DiskMoves {

@@ -360,6 +360,10 @@ pub enum VmRequest {
     MoveDisks {
         places: Vec<DiskPlace>,
     },
+    /// Say whether disks could move to these places, and change nothing; answered by `DiskMoves`.
+    PlanDiskMoves {
+        places: Vec<DiskPlace>,
+    },
     /// How far disks are that are moved on this host.
     DiskMoves,
     /// Call off what moves disks on this host.

@@ -36,3 +36,8 @@ pub use vm::VmSpec;
 
 /// Bytes of a guest page: what is tracked, sent and counted.
 pub const PAGE_BYTES: u64 = 4096;
+
+/// Bytes in a second of a speed in Mb/s, in which people and network cards give it.
+pub fn bytes_per_s(mbit_per_s: u64) -> f64 {
+    mbit_per_s as f64 * 125_000.0
+}

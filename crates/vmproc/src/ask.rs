@@ -75,6 +75,7 @@ pub(crate) enum Now {
     HostRemoved(HostName),
     GiftOvertaken(GiftOvertaken),
     MoveDisks(Vec<DiskPlace>),
+    PlanDiskMoves(Vec<DiskPlace>),
     DiskMoves,
     CancelDiskMoves,
     LimitDisk(LimitDisk),
@@ -112,6 +113,7 @@ impl Ask {
             }
             VmRequest::ResizeDisk(wish) => return Ok(Self::Later(Later::ResizeDisk(wish))),
             VmRequest::MoveDisks { places } => Now::MoveDisks(places),
+            VmRequest::PlanDiskMoves { places } => Now::PlanDiskMoves(places),
             VmRequest::DiskMoves => Now::DiskMoves,
             VmRequest::CancelDiskMoves => Now::CancelDiskMoves,
             VmRequest::LimitDisk(wish) => Now::LimitDisk(wish),

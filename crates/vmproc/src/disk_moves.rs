@@ -3,6 +3,8 @@
 //! Part of [`Vm`]; the work itself is in [`crate::disks`]. Refuses: a VM without a guest, one that moves to another host, and to
 //! move one whose disks are on their way.
 
+use crate::disks::past_moves;
+use crate::hypervisor::Hyper;
 use crate::input::Input;
 use crate::requests::Reply;
 use crate::vm::Vm;
@@ -12,15 +14,7 @@ use godwit_types::{ApiError, ErrorCode};
 
 impl Vm {
     pub(crate) fn move_disks(&mut self, places: Vec<DiskPlace>) -> Reply {
-        self.refuse_while_closing()?;
-        self.refuse_while_moving()?;
-        self.refuse_while_resizing()?;
-        if self.core.record().may_run().is_none() {
-            return Err(self.not_running());
-        }
-        // It has to say where the disks are before their former images may go.
-        self.host_vm()?;
-        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let hyper = self.may_move_disks()?;
         let inputs = self.inputs.clone();
         let changed = move || {
             // A process that ends leaves it to its successor.
@@ -30,9 +24,32 @@ impl Vm {
         Ok(VmAnswer::DiskMoves(begun))
     }
 
+    /// What would be refused is; else nothing has changed.
+    pub(crate) fn plan_disk_moves(&self, places: &[DiskPlace]) -> Reply {
+        let planned = self.may_move_disks()?.disks.plan_in_place(places)?;
+        Ok(VmAnswer::DiskMoves(planned))
+    }
+
+    fn may_move_disks(&self) -> Result<&Hyper, ApiError> {
+        self.refuse_while_closing()?;
+        self.refuse_while_moving()?;
+        self.refuse_while_resizing()?;
+        if self.core.record().may_run().is_none() {
+            return Err(self.not_running());
+        }
+        // It has to say where the disks are before their former images may go.
+        self.host_vm()?;
+        self.hyper.as_ref().ok_or_else(|| self.not_running())
+    }
+
     pub(crate) fn disk_moves(&self) -> DiskMoves {
-        let hyper = self.hyper.as_ref();
-        hyper.map_or_else(DiskMoves::default, |hyper| hyper.disks.moves())
+        match &self.hyper {
+            Some(hyper) => hyper.disks.moves(),
+            None => DiskMoves {
+                past: past_moves(&self.paths),
+                ..DiskMoves::default()
+            },
+        }
     }
 
     pub(crate) fn cancel_disk_moves(&mut self) -> Reply {

@@ -8,6 +8,7 @@
 
 mod activity;
 mod claim;
+mod history;
 mod images;
 mod in_place;
 mod keeping;
@@ -18,6 +19,9 @@ mod room;
 mod served;
 mod switching;
 
+#[cfg(test)]
+pub(crate) use history::History;
+pub(crate) use history::past_moves;
 pub(crate) use images::{leave, put_aside, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;

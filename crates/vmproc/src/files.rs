@@ -111,6 +111,11 @@ impl Paths {
         self.state.join(DISKS_FILE)
     }
 
+    /// Disks that were moved on this host.
+    pub(crate) fn disk_moves(&self) -> PathBuf {
+        self.state.join("disk-moves.json")
+    }
+
     /// The variables of a VM with UEFI.
     pub(crate) fn variables(&self) -> PathBuf {
         self.state.join(UEFI_VARIABLES_FILE)
@@ -147,7 +152,7 @@ mod golden;
 mod tests {
     use super::golden::{again, check};
     use super::*;
-    use crate::disks::ServedDisks;
+    use crate::disks::{History, ServedDisks};
     use crate::renewal::Letter;
     use crate::room::WaitsForRoom;
     use godwit_types::console::ConsoleKept;
@@ -162,6 +167,7 @@ mod tests {
                 ("QemuIdentity", again::<QemuIdentity>),
                 ("Places", again::<Places>),
                 ("ServedDisks", again::<ServedDisks>),
+                ("History", again::<History>),
                 ("ConsoleKept", again::<ConsoleKept>),
                 ("WaitsForRoom", again::<WaitsForRoom>),
                 ("Letter", again::<Letter>),

@@ -31,7 +31,7 @@ use godwit_types::migration::{
     Side,
 };
 use godwit_types::vm::VmSpec;
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, bytes_per_s};
 use godwit_wire::Spec;
 use std::fs::File;
 use std::sync::Arc;
@@ -241,9 +241,8 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::Incompatible, message));
         }
         let report = self.new_report(spec, Side::Source)?;
-        let cap_bytes_per_s = spec
-            .max_bandwidth_mbit_per_s
-            .map(|mbit| mbit.max(1) as f64 * 125_000.0);
+        let cap = spec.max_bandwidth_mbit_per_s;
+        let cap_bytes_per_s = cap.map(|mbit| bytes_per_s(mbit.max(1)));
         let disks = hyper.disks.mirror(spec, cap_bytes_per_s)?;
         let save_gate = SaveGate::default();
         let (control, throttle) = (

@@ -66,6 +66,7 @@ impl Vm {
                 self.verdict_or(asked, done, "is not here any more")
             }
             Now::MoveDisks(places) => self.move_disks(places),
+            Now::PlanDiskMoves(places) => self.plan_disk_moves(&places),
             Now::DiskMoves => Ok(VmAnswer::DiskMoves(self.disk_moves())),
             Now::CancelDiskMoves => self.cancel_disk_moves(),
             Now::LimitDisk(wish) => self.limit_disk(&wish),

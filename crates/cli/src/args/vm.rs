@@ -129,7 +129,8 @@ pub enum VmCommand {
     ///
     /// The guest keeps running. A datastore is a directory that the host's /etc/godwit/host.toml names.
     #[command(
-        after_help = "Examples:\n  godwit vm move-disk web --to fast\n  godwit vm move-disk web root --to fast\n  godwit vm move-disk web --cancel"
+        override_usage = "godwit vm move-disk [OPTIONS] <VM> [DISK]... --to <DATASTORE>\n       godwit vm move-disk <VM> <--list|--cancel>",
+        after_help = "Examples:\n  godwit vm move-disk web --to fast\n  godwit vm move-disk web root --to fast --max-bandwidth 800\n  godwit vm move-disk web --to fast --dry-run\n  godwit vm move-disk web --list\n  godwit vm move-disk web --cancel"
     )]
     MoveDisk(VmMoveDisk),
     /// Make a disk larger
@@ -165,19 +166,28 @@ pub enum VmCommand {
 
 /// Which disks go where.
 #[derive(Debug, Args)]
-#[command(group(clap::ArgGroup::new("what").required(true).args(["to", "cancel"])))]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["to", "cancel", "list"])))]
 pub struct VmMoveDisk {
     /// The VM
     pub vm: VmName,
     /// The disks; none: all that the guest may write
-    #[arg(value_name = "DISK", conflicts_with = "cancel")]
+    #[arg(value_name = "DISK", conflicts_with_all = ["cancel", "list"])]
     pub disks: Vec<String>,
     /// The datastore
     #[arg(long, value_name = "DATASTORE")]
     pub to: Option<DatastoreName>,
+    /// Cap of what is copied, Mb/s
+    #[arg(long, value_name = "MBIT", value_parser = whole::<u64, 1, 10_000_000, 1000>, requires = "to")]
+    pub max_bandwidth: Option<u64>,
+    /// Make all checks, say what would be moved and how long that takes, change nothing
+    #[arg(long, requires = "to")]
+    pub dry_run: bool,
     /// Call off what is under way
     #[arg(long)]
     pub cancel: bool,
+    /// List what is under way, and the moves of the VM's disks on its host that have ended
+    #[arg(long)]
+    pub list: bool,
 }
 
 /// Which disk is to be how large.

@@ -18,7 +18,7 @@ use godwit_types::migration::{
     CannotKeep, Cipher, DiskToMove, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest,
     MigrationReport,
 };
-use godwit_types::{ApiError, ErrorCode, HostName, PAGE_BYTES, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, PAGE_BYTES, VmName, bytes_per_s};
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -277,7 +277,7 @@ async fn by_interfaces(source: &End, destination: &End) -> Option<Link> {
     let (a, b) = tokio::join!(source.agent.load(), destination.agent.load());
     let mbit = driver_mbit_per_s(&a.ok()?)?.min(driver_mbit_per_s(&b.ok()?)?);
     Some(Link {
-        bytes_per_s: NIC_SHARE * mbit as f64 * 125_000.0,
+        bytes_per_s: NIC_SHARE * bytes_per_s(mbit),
         rtt_s: 0.001,
         basis: format!(
             "only the interfaces' speed of {mbit} Mb/s and an assumed round trip of 1 ms, since a burst did not get through"
@@ -300,7 +300,7 @@ pub fn predict(
 ) -> Foreseen {
     let cap = request
         .max_bandwidth_mbit_per_s
-        .map_or(f64::INFINITY, |mbit| mbit as f64 * 125_000.0);
+        .map_or(f64::INFINITY, bytes_per_s);
     let inputs = Inputs {
         ram_bytes: rate.ram_mib.saturating_mul(MIB),
         data_bytes: rate.data_mib.saturating_mul(MIB),

@@ -1,9 +1,10 @@
 //! Disks that move to another datastore of their host while their VM runs: asked of that host, which alone knows what is where.
 //!
-//! Owns nothing. Refuses: to begin for a VM that moves to another host. Whether its guest runs is its host's to say.
+//! Owns nothing. Refuses: to begin for a VM that moves to another host, and a cap that cannot be one. Whether its guest runs is its host's to say.
 
 use crate::app::App;
 use crate::error::{Outcome, refuse, way_out};
+use crate::migrate::check_cap;
 use crate::reconcile::refresh;
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::Done;
@@ -12,6 +13,7 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 
 /// Has the VM's host begin, for as long as it does not move to another one.
 pub async fn move_disks(app: &App, name: &VmName, wish: &MoveDisks) -> Outcome<DiskMoves> {
+    check_cap(wish.max_bandwidth_mbit_per_s)?;
     app.until_taken_over(name).await;
     let _turn = app.vm_turns.take(name).await;
     must_stay(app, name)?;

@@ -374,6 +374,7 @@ impl Mortal {
                     disk: "root".into(),
                     path: to.to_str().context("a path")?.into(),
                     shared: false,
+                    max_bandwidth_mbit_per_s: None,
                 }];
                 match self.pair.a.ask(&VmRequest::MoveDisks { places })? {
                     VmAnswer::DiskMoves(_) => {}

@@ -8,6 +8,7 @@
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
 use super::claim::Taking;
+use super::history::{self, past_moves};
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
 use super::moving::begin_copying;
@@ -19,11 +20,11 @@ use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Estimate, Image, SecondImage};
+use godwit_blockio::{Estimate, Image, Pace, SecondImage, Waits};
 use godwit_qemu::disk::{is_taken, must_be_free};
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, bytes_per_s};
 use godwit_vhost::Disk;
 use std::fs::File;
 use std::path::Path;
@@ -45,12 +46,25 @@ const NOT_KEPT_UP: &str =
     "the new image does not keep up with what the guest writes: try again when it writes less";
 
 /// Disks that are moved on this host, or were last.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
+    /// Those that have ended, newest first.
+    past: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
     /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
     turn: Mutex<()>,
+}
+
+impl Moves {
+    pub(super) fn of(paths: &Paths) -> Self {
+        Self {
+            disks: Mutex::default(),
+            past: Mutex::new(past_moves(paths)),
+            is_cancelled: AtomicBool::new(false),
+            turn: Mutex::default(),
+        }
+    }
 }
 
 impl Disks {
@@ -61,26 +75,19 @@ impl Disks {
         changed: impl Fn() + Send + 'static,
     ) -> Result<DiskMoves, ApiError> {
         let served = &self.0;
+        served.may_begin()?;
         let what = served.what();
-        let mut disks = lock(&served.moves.disks);
-        let moving = DiskMoves {
-            disks: disks.clone(),
-        };
-        if moving.are_under_way() {
-            return Err(
-                served.not_so("its disks are being moved already: wait for that, or call it off")
-            );
-        }
-        if served.held().is_none() {
-            return Err(served.not_so("its guest may not run here now, so its disks are not moved"));
-        }
         let begun = places.iter().map(|place| served.begun(&what, place));
-        *disks = begun.collect::<Result<_, _>>()?;
+        let mut begun: Vec<DiskMove> = begun.collect::<Result<_, _>>()?;
+        for disk in &mut begun {
+            disk.state = DiskMoveState::Waiting;
+        }
+        lock(&served.moves.disks).clone_from(&begun);
         served.moves.is_cancelled.store(false, Ordering::SeqCst);
         let begun = DiskMoves {
-            disks: disks.clone(),
+            disks: begun,
+            ..DiskMoves::default()
         };
-        drop(disks);
         let served = Arc::clone(served);
         let work = move || served.move_all(&places, &changed);
         let thread = std::thread::Builder::new().name("disk-move".into());
@@ -91,10 +98,27 @@ impl Disks {
         Ok(begun)
     }
 
-    /// How far they are.
+    /// What [`Self::move_in_place`] would begin, or why it would not.
+    pub(crate) fn plan_in_place(&self, places: &[DiskPlace]) -> Result<DiskMoves, ApiError> {
+        let served = &self.0;
+        served.may_begin()?;
+        let what = served.what();
+        let planned = places.iter().map(|place| served.begun(&what, place));
+        Ok(DiskMoves {
+            disks: planned.collect::<Result<_, _>>()?,
+            past: lock(&served.moves.past).clone(),
+            ..DiskMoves::default()
+        })
+    }
+
+    /// How far they are, and those that have ended.
     pub(crate) fn moves(&self) -> DiskMoves {
         let disks = lock(&self.0.moves.disks).clone();
-        DiskMoves { disks }
+        DiskMoves {
+            disks,
+            past: lock(&self.0.moves.past).clone(),
+            ..DiskMoves::default()
+        }
     }
 
     /// Calls it off: a disk whose images are being changed just now is moved all the same.
@@ -156,17 +180,23 @@ impl Served {
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
         }
-        Ok(DiskMove {
-            disk: name.clone(),
-            from: spec.path.clone(),
-            to: place.path.clone(),
-            state: DiskMoveState::Waiting,
-            total_bytes: 0,
-            left_bytes: 0,
-            eta_s: None,
-            switch_ms: None,
-            why: None,
-        })
+        Ok(DiskMove::planned(name, &spec.path, &place.path))
+    }
+
+    fn may_begin(&self) -> Result<(), ApiError> {
+        let moving = DiskMoves {
+            disks: lock(&self.moves.disks).clone(),
+            ..DiskMoves::default()
+        };
+        if moving.are_under_way() {
+            return Err(
+                self.not_so("its disks are being moved already: wait for that, or call it off")
+            );
+        }
+        match self.held() {
+            Some(_) => Ok(()),
+            None => Err(self.not_so("its guest may not run here now, so its disks are not moved")),
+        }
     }
 
     fn note(&self, name: &str, change: impl FnOnce(&mut DiskMove)) {
@@ -184,25 +214,37 @@ impl Served {
                 Some(DiskMoveState::Cancelled) => Err(Stopped::Cancelled),
                 Some(_) => Err("the one before it could not be moved".into()),
             };
-            self.note(&place.disk, |disk| match &ended {
-                Ok(switch) => {
-                    (disk.state, disk.left_bytes) = (DiskMoveState::Moved, 0);
-                    let switch_ms = switch.as_secs_f64() * 1e3;
-                    disk.switch_ms = Some(switch_ms);
-                    tracing::info!(disk = disk.disk, to = disk.to, switch_ms, "a disk is moved");
-                }
-                Err(Stopped::Cancelled) => disk.state = DiskMoveState::Cancelled,
-                Err(Stopped::Failed(why)) => {
-                    tracing::warn!(disk = disk.disk, to = disk.to, why, "a disk is not moved");
-                    (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
-                }
-            });
+            self.ends(&place.disk, &ended);
             stopped = match ended {
                 Ok(_) => stopped,
                 Err(Stopped::Cancelled) => Some(DiskMoveState::Cancelled),
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
         }
+    }
+
+    /// Whoever hears that it has ended finds it among those that have.
+    fn ends(&self, name: &str, ended: &Result<Duration, Stopped>) {
+        let disks = lock(&self.moves.disks).clone();
+        let Some(mut disk) = disks.into_iter().find(|disk| disk.disk == name) else {
+            return;
+        };
+        match ended {
+            Ok(switch) => {
+                (disk.state, disk.left_bytes) = (DiskMoveState::Moved, 0);
+                let switch_ms = switch.as_secs_f64() * 1e3;
+                disk.switch_ms = Some(switch_ms);
+                tracing::info!(disk = disk.disk, to = disk.to, switch_ms, "a disk is moved");
+            }
+            Err(Stopped::Cancelled) => disk.state = DiskMoveState::Cancelled,
+            Err(Stopped::Failed(why)) => {
+                tracing::warn!(disk = disk.disk, to = disk.to, why, "a disk is not moved");
+                (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
+            }
+        }
+        let past = history::keep(&self.paths, lock(&self.moves.past).clone(), &disk);
+        *lock(&self.moves.past) = past;
+        self.note(name, |now| *now = disk);
     }
 
     /// Returns how long the guest's requests waited for the change.
@@ -215,13 +257,17 @@ impl Served {
                     .into(),
             );
         }
-        self.note(&place.disk, |disk| disk.state = DiskMoveState::Copying);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let since = since.unwrap_or_default();
+        self.note(&place.disk, |disk| {
+            disk.state = DiskMoveState::Copying;
+            disk.began_unix_s = Some(since.as_secs());
+        });
         let what = self.what();
         let mut all = what.disks.iter().zip(&what.images).enumerate();
         let found = all.find(|(_, (disk, _))| disk.name == place.disk);
         let (index, (spec, image)) = found.ok_or("the VM has no such disk")?;
-        let since = SystemTime::now().duration_since(UNIX_EPOCH);
-        let since = since.unwrap_or_default().as_nanos();
+        let since = since.as_nanos();
         let mut going = Going {
             index,
             place,
@@ -337,7 +383,9 @@ impl Served {
         }
         let bytes = disk.measure()?;
         let image = self.make_second(going, bytes)?;
-        let course = Course::default();
+        let cap = going.place.max_bandwidth_mbit_per_s;
+        let cap = cap.map(|mbit| bytes_per_s(mbit.max(1)));
+        let course = Course::at(&Pace::at_most(cap));
         let second = SecondImage::of(&image, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
@@ -346,6 +394,7 @@ impl Served {
             disk,
             second,
             course,
+            began: Instant::now(),
         };
         reached("disk-move.copying");
         self.wait_until_equal(going, &mirror)?;
@@ -419,6 +468,8 @@ impl Served {
             self.note(&going.place.disk, |disk| {
                 (disk.total_bytes, disk.left_bytes) = (total, left);
                 disk.eta_s = eta_s.map(|seconds| seconds.ceil() as u64);
+                disk.seconds = Some(mirror.began.elapsed().as_secs_f64());
+                disk.limited_by = course.waited().most().map(limit);
             });
             if course.is_synchronised() {
                 let since = *equal_since.get_or_insert_with(Instant::now);
@@ -430,5 +481,13 @@ impl Served {
             }
             std::thread::sleep(LOOK_EVERY);
         }
+    }
+}
+
+fn limit(waits: Waits) -> DiskMoveLimit {
+    match waits {
+        Waits::Reads => DiskMoveLimit::SourceDisk,
+        Waits::Writes => DiskMoveLimit::DestinationDisk,
+        Waits::Cap => DiskMoveLimit::Cap,
     }
 }

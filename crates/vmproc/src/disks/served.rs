@@ -159,7 +159,7 @@ impl Served {
             repaired: Mutex::default(),
             has_ended: AtomicBool::new(false),
             must_save: AtomicBool::new(false),
-            moves: Moves::default(),
+            moves: Moves::of(paths),
             arriving: Mutex::new(arriving),
             filling: Mutex::default(),
             leaving: Mutex::new(leaving),

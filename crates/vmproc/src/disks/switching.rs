@@ -50,6 +50,7 @@ pub(super) struct Mirror {
     pub disk: Arc<Disk>,
     pub second: SecondImage,
     pub course: Course,
+    pub began: Instant,
     /// Bytes that are to be copied.
     pub total: u64,
 }

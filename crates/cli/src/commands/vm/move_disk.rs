@@ -5,7 +5,8 @@
 use super::disk_bar::DiskBar;
 use super::{controller, order};
 use crate::args::{Global, VmMoveDisk};
-use crate::exit::{CommandResult, FAILED, Failure};
+use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
+use crate::figures::{mib, moment, seconds};
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -13,7 +14,7 @@ use crate::watch::failure;
 use godwit_rpc::ControllerClient;
 use godwit_types::ErrorCode;
 use godwit_types::VmName;
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, MoveDisks};
+use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, MoveDisks};
 use std::time::Duration;
 
 /// How often the controller is asked how far it is.
@@ -25,6 +26,9 @@ pub(super) async fn move_disk(
     output: &Output,
 ) -> CommandResult {
     let vm = arguments.vm;
+    if arguments.list {
+        return list(&vm, global, output).await;
+    }
     let Some(to) = arguments.to else {
         let cancel = async |client: &ControllerClient| client.cancel_disk_moves(&vm).await;
         return order(&vm, cancel, global, output).await;
@@ -32,10 +36,16 @@ pub(super) async fn move_disk(
     let wish = MoveDisks {
         disks: arguments.disks,
         to,
+        max_bandwidth_mbit_per_s: arguments.max_bandwidth,
+        dry_run: arguments.dry_run,
     };
     let client = controller(global)?;
     let begun = saying(of_vm(&client, &vm), client.move_disks(&vm, &wish)).await;
-    let moves = follow(&client, &vm, begun.map_err(failure)?, output).await?;
+    let begun = begun.map_err(failure)?;
+    if wish.dry_run {
+        return planned(&vm, &begun, output);
+    }
+    let moves = follow(&client, &vm, begun, output).await?;
     output.show(&moves, |output, moves| {
         for disk in &moves.disks {
             output.line(plain::sentence(&sentence(&vm, disk)));
@@ -47,6 +57,42 @@ pub(super) async fn move_disk(
         // It was said.
         false => Err(Failure::told(FAILED)),
     }
+}
+
+/// What would be moved, and all that stands in the way.
+fn planned(vm: &VmName, plan: &DiskMoves, output: &Output) -> CommandResult {
+    output.show(plan, |output, plan| {
+        for disk in &plan.disks {
+            output.line(plain::sentence(&sentence(vm, disk)));
+        }
+        for refusal in &plan.refusals {
+            output.line(plain::sentence(&format!("refused: {}", refusal.message)));
+        }
+    });
+    match plan.refusals.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::told(REFUSED)),
+    }
+}
+
+async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
+    let client = controller(global)?;
+    let moves = client.disk_moves(vm).await.map_err(failure)?;
+    output.show(&moves, |output, moves| {
+        let is_on = |disk: &&DiskMove| {
+            matches!(disk.state, DiskMoveState::Waiting | DiskMoveState::Copying)
+        };
+        let now = moves.disks.iter().filter(is_on);
+        for disk in now.chain(&moves.past) {
+            let began = disk.began_unix_s.map(|at| format!("{}  ", moment(at)));
+            let line = format!("{}{}", began.unwrap_or_default(), sentence(vm, disk));
+            output.line(plain::sentence(&line));
+        }
+        if !moves.disks.iter().any(|disk| is_on(&disk)) && moves.past.is_empty() {
+            output.line(format!("no disk of VM '{vm}' was moved on its host"));
+        }
+    });
+    Ok(())
 }
 
 async fn follow(
@@ -84,7 +130,8 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
         DiskMoveState::Moved => {
             let waited = disk.switch_ms.unwrap_or(0.0);
             format!(
-                "disk '{name}' of VM '{vm}' is {to} now; its guest's requests waited {waited:.1} ms for that"
+                "disk '{name}' of VM '{vm}' is {to} now{}; its guest's requests waited {waited:.1} ms for that",
+                took(disk)
             )
         }
         DiskMoveState::Failed => {
@@ -97,9 +144,44 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
         DiskMoveState::Cancelled => {
             format!("disk '{name}' of VM '{vm}' is {from} still: it was called off")
         }
+        DiskMoveState::Planned => {
+            let eta = match disk.eta_s {
+                Some(eta) => format!("about {}", seconds(eta as f64)),
+                None => "no estimate, since none was moved there before".to_owned(),
+            };
+            format!(
+                "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}",
+                amount(disk.total_bytes)
+            )
+        }
         DiskMoveState::Waiting | DiskMoveState::Copying => {
             format!("disk '{name}' of VM '{vm}' is on its way to {to}")
         }
+    }
+}
+
+/// How much was copied, in what time, and what that waited for.
+fn took(disk: &DiskMove) -> String {
+    let Some(taken) = disk.seconds else {
+        return String::new();
+    };
+    let limit = disk.limited_by.map(|limit| match limit {
+        DiskMoveLimit::SourceDisk => ", limited by reads of its former image",
+        DiskMoveLimit::DestinationDisk => ", limited by writes of its new image",
+        DiskMoveLimit::Cap => ", limited by the cap",
+    });
+    format!(
+        ": {} in {}{}",
+        amount(disk.total_bytes),
+        seconds(taken),
+        limit.unwrap_or_default()
+    )
+}
+
+fn amount(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => mib(bytes),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
     }
 }
 
@@ -111,19 +193,23 @@ mod tests {
     fn each_end_says_where_the_disk_is() {
         let vm = VmName::new("web").unwrap();
         let mut disk = DiskMove {
-            disk: "root".into(),
-            from: "/old".into(),
-            to: "/new".into(),
             state: DiskMoveState::Moved,
-            total_bytes: 1,
-            left_bytes: 0,
-            eta_s: None,
+            total_bytes: 2 << 30,
             switch_ms: Some(3.21),
-            why: None,
+            ..DiskMove::planned("root", "/old", "/new")
         };
         assert_eq!(
             sentence(&vm, &disk),
             "disk 'root' of VM 'web' is /new now; its guest's requests waited 3.2 ms for that"
+        );
+        (disk.seconds, disk.limited_by) = (Some(8.04), Some(DiskMoveLimit::DestinationDisk));
+        let said = sentence(&vm, &disk);
+        let words = "is /new now: 2.0 GiB in 8.0 s, limited by writes of its new image; its";
+        assert!(said.contains(words), "{said}");
+        (disk.state, disk.eta_s) = (DiskMoveState::Planned, Some(9));
+        assert_eq!(
+            sentence(&vm, &disk),
+            "disk 'root' of VM 'web' would move from /old to /new: 2.0 GiB, about 9.0 s"
         );
         (disk.state, disk.why) = (DiskMoveState::Failed, Some("no room".into()));
         assert_eq!(
