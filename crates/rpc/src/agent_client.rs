@@ -295,7 +295,6 @@ calls! { AgentClient
     /// Makes a disk larger.
     resize_disk(name: &VmName, wish: &ResizeDisk) -> Done
         = post client (fill(path::RESIZE_DISK, name), wish) in slow;
-    /// Limits a disk.
     limit_disk(name: &VmName, wish: &LimitDisk) -> Done
         = post client (fill(path::LIMIT_DISK, name), wish) in act;
     /// Makes a destination ready.

@@ -31,7 +31,7 @@ impl LimitDisk {
 /// What was done of one kind since the VM process began to serve the disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskWork {
-    /// That have ended.
+    /// Whose outcome is known.
     pub requests: u64,
     /// Read, written or erased by them.
     pub bytes: u64,
@@ -78,7 +78,7 @@ impl DiskActivity {
         ]
     }
 
-    /// Requests that failed.
+    /// Of all kinds together.
     pub fn failed(&self) -> u64 {
         let failed = self.kinds().into_iter().map(|(_, work)| work.failed);
         failed.fold(0, u64::saturating_add)

@@ -13,9 +13,7 @@ use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError, ControllerClient};
-use godwit_types::control_api::{
-    Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
-};
+use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest, VmView};
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
@@ -45,9 +43,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         }
         VmCommand::List => list(global, output).await,
         VmCommand::Show { vm } => show(&vm, global, output).await,
-        VmCommand::Start { vm, on } => {
-            start::start(&vm, &StartRequest { on }, global, output).await
-        }
+        VmCommand::Start { vm, on } => start::start(&vm, on, global, output).await,
         VmCommand::Stop(arguments) => stopped(arguments, global, output).await,
         VmCommand::Reset { vm } => {
             let reset = async |client: &ControllerClient| client.reset(&vm).await;

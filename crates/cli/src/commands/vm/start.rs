@@ -9,8 +9,8 @@ use crate::output::Output;
 use crate::wait::{of_vm, saying};
 use crate::watch::failure;
 use godwit_rpc::ControllerClient;
-use godwit_types::VmName;
 use godwit_types::control_api::{DiskMaking, Done, StartRequest};
+use godwit_types::{HostName, VmName};
 use std::time::Duration;
 
 /// How often it is looked how far a disk is.
@@ -18,14 +18,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 pub(super) async fn start(
     vm: &VmName,
-    request: &StartRequest,
+    on: Option<HostName>,
     global: &crate::args::Global,
     output: &Output,
 ) -> CommandResult {
-    let client = controller(global)?;
+    let (client, request) = (controller(global)?, StartRequest { on });
     let mut shown = None;
     let message = loop {
-        let asked = saying(of_vm(&client, vm), client.start(vm, request)).await;
+        let asked = saying(of_vm(&client, vm), client.start(vm, &request)).await;
         let started = asked.map_err(failure)?;
         let Some(making) = started.making else {
             break started.message;
