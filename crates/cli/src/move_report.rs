@@ -158,7 +158,14 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
     rows.push(("bytes on wire", mib(report.bytes_on_wire)));
     if report.disk_bytes > 0 {
         let copied = report.disk_bytes.saturating_sub(report.disk_left_bytes);
-        let text = format!("{} of {} copied", mib(copied), mib(report.disk_bytes));
+        let limit = report.disks_limited_by.as_ref();
+        let limit = limit.map(|limit| format!(", limited by {}", kebab(limit)));
+        let text = format!(
+            "{} of {} copied{}",
+            mib(copied),
+            mib(report.disk_bytes),
+            limit.unwrap_or_default()
+        );
         rows.push(("disks", text));
     }
     let when = match report.outcome {

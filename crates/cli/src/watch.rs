@@ -9,7 +9,7 @@ use crate::follow::{self, until_left};
 use crate::move_report::trouble;
 use crate::output::{Output, kebab};
 use godwit_types::MigrationId;
-use godwit_types::migration::{IterationReport, MigrationReport, Phase};
+use godwit_types::migration::{MigrationReport, Phase};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
 
@@ -144,8 +144,12 @@ fn line(report: &MigrationReport, columns: usize) -> String {
     if report.guest_speed_percent < 100 {
         parts.push(format!("guest slowed to {} %", report.guest_speed_percent));
     }
-    if let Some(IterationReport { limited_by, .. }) = report.iterations.last() {
-        parts.push(format!("limited by {}", kebab(limited_by)));
+    let of_disks = report
+        .disks_limited_by
+        .filter(|_| report.disk_left_bytes > 0);
+    let of_pass = report.iterations.last().map(|pass| pass.limited_by);
+    if let Some(limited_by) = of_disks.or(of_pass) {
+        parts.push(format!("limited by {}", kebab(&limited_by)));
     }
     fitting(&parts, columns)
 }
@@ -188,13 +192,16 @@ mod tests {
 
     #[test]
     fn disks_that_are_copied_first_are_what_is_left() {
-        let disks =
-            json!({ "disk_bytes": 9_u64 << 30, "disk_left_bytes": 3_u64 << 30, "eta_s": 99.6 });
+        let disks = json!({
+            "disk_bytes": 9_u64 << 30, "disk_left_bytes": 3_u64 << 30, "eta_s": 99.6,
+            "disks_limited_by": "source-disk"
+        });
         let text = line(&moving(disks), WIDE);
         assert!(
             text.contains("3072 MiB of disks left, about 100 s"),
             "{text}"
         );
+        assert!(text.contains("limited by source-disk"), "{text}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use disk_site::{HOLE, LONG, LOOK_EVERY, Site, dies_at, has_died, own};
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;
 use godwit_types::host_api::VmRequest;
-use godwit_types::migration::Outcome;
+use godwit_types::migration::{LimitedBy, Outcome};
 use godwit_types::vm::VmState;
 use std::os::unix::fs::MetadataExt as _;
 use std::time::Instant;
@@ -16,9 +16,16 @@ use std::time::Instant;
 fn a_vm_moves_with_its_disk_to_a_host_that_has_nothing_of_it_and_back() -> Result<()> {
     let site = Site::apart()?;
     let (a, b) = (&site.pair.a, &site.pair.b);
-    for (from, to) in [(a, b), (b, a)] {
-        let report = site.pair.migrate(from, to, &Options::default())?;
+    let capped = Options {
+        max_bandwidth_mbit_per_s: Some(200),
+        ..Options::default()
+    };
+    for (from, to, options) in [(a, b, &Options::default()), (b, a, &capped)] {
+        let report = site.pair.migrate(from, to, options)?;
         println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
+        let limit = report.disks_limited_by.context("nothing limited it")?;
+        let is_capped = options.max_bandwidth_mbit_per_s.is_some();
+        ensure!((limit == LimitedBy::Cap) == is_capped, "{limit:?}");
         site.goes_on(to, 20)?;
         site.is_whole(to)?;
         site.has_nothing(from)?;

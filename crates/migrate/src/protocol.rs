@@ -220,6 +220,9 @@ pub enum ToSource {
         channel: u32,
         /// How many records of it are carried out since it connected.
         records: u64,
+        /// How long it has written to disks since then, ms; absent from destinations that do not tell.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        writing_ms: Option<u64>,
     },
     /// The barrier is reached.
     BarrierDone {

@@ -181,7 +181,7 @@ pub struct MigrationSpec {
     pub destination_addresses: Vec<SocketAddr>,
 }
 
-/// What limited an iteration.
+/// What limited an iteration, or the copying of disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LimitedBy {
@@ -196,6 +196,10 @@ pub enum LimitedBy {
     GuestWrites,
     /// The bandwidth cap that was asked for.
     Cap,
+    /// Of disks: reads of their images at the source.
+    SourceDisk,
+    /// Of disks: writes of their images at the destination.
+    DestinationDisk,
 }
 
 /// One pass over the dirty pages.
@@ -413,6 +417,9 @@ pub struct MigrationReport {
     /// How much of that is still to be copied, while it goes on.
     #[serde(default, skip_serializing_if = "is_none")]
     pub disk_left_bytes: u64,
+    /// What limited the copying of disks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disks_limited_by: Option<LimitedBy>,
     /// How much of what has to go has gone, percent; never less than before, and 100 once it has completed.
     #[serde(default, serialize_with = "rounded")]
     pub done_percent: f64,
@@ -525,6 +532,7 @@ impl MigrationReport {
             remaining_bytes: ram_mib << 20,
             disk_bytes: 0,
             disk_left_bytes: 0,
+            disks_limited_by: None,
             done_percent: 0.0,
             eta_s: None,
             guest_speed_percent: 100,

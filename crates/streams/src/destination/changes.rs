@@ -31,6 +31,15 @@ struct Channel {
     /// Gives the channel back: closed any sooner, the source would take a failure here for a lost link.
     thread: JoinHandle<RecordReader>,
     told: u64,
+    /// How long it has written to disks.
+    writing: Duration,
+}
+
+impl Channel {
+    fn writes_for(&mut self) -> Duration {
+        self.writing += self.progress.take_times().0;
+        self.writing
+    }
 }
 
 /// Those of a connection set, and the images that they fill.
@@ -87,6 +96,7 @@ impl ChangeChannels {
             meter,
             thread: thread?,
             told: 0,
+            writing: Duration::ZERO,
         });
         Ok(())
     }
@@ -121,17 +131,23 @@ impl ChangeChannels {
                 continue;
             }
             (channel.told, self.told_at) = (records, Some(now));
+            let writing_ms = u64::try_from(channel.writes_for().as_millis()).ok();
             let channel = index as u32;
-            control.send(&ToSource::ChangesApplied { channel, records })?;
+            control.send(&ToSource::ChangesApplied {
+                channel,
+                records,
+                writing_ms,
+            })?;
         }
         Ok(())
     }
 
-    /// By channel: records that were carried out.
+    /// By channel: records that were carried out, and how long it has written.
     #[cfg(test)]
-    pub(crate) fn applied(&self) -> Vec<u64> {
-        let open = self.slots.iter().flatten();
-        open.map(|channel| channel.progress.read().0).collect()
+    pub(crate) fn applied(&mut self) -> Vec<(u64, Duration)> {
+        let open = self.slots.iter_mut().flatten();
+        open.map(|channel| (channel.progress.read().0, channel.writes_for()))
+            .collect()
     }
 
     /// Bytes that have come on them.
@@ -198,7 +214,9 @@ impl ChangeReceiver {
             let disk = disks.get(usize::from(change.disk));
             let disk = disk.and_then(Option::as_ref);
             let disk = disk.ok_or(ReceiveError::OutOfPlace)?;
+            let began = Instant::now();
             disk.apply(change.number, change.below, &change.range, content)?;
+            progress.spent(began.elapsed(), Duration::ZERO);
             progress.applied(self.reader.next_counter());
             reached("destination.disk-change");
         }

@@ -95,6 +95,8 @@ struct Lane {
     /// By the number of records that had left with it, ascending.
     sent: Arc<Mutex<VecDeque<(u64, Sent)>>>,
     meter: Arc<Meter>,
+    /// How long the destination has written what came on it, as far as it tells.
+    writing: Duration,
     closer: Closer,
     /// Gives back what it has not sent.
     thread: JoinHandle<Vec<Sent>>,
@@ -139,17 +141,31 @@ impl Changes {
         self.0.heard_ms.store(self.0.now_ms(), Ordering::Relaxed);
     }
 
-    /// The destination has carried out what came in so many records of a channel of this connection set. What is still heard
-    /// of an earlier set is of channels that are gone.
-    pub(super) fn applied(&self, set: u16, channel: u32, records: u64) {
+    /// How long each channel of the present set has written at the destination, on average; zero where that is not told.
+    pub fn writing(&self) -> Duration {
+        let state = self.0.lock();
+        let count = u32::try_from(state.lanes.len()).unwrap_or(u32::MAX);
+        let all: Duration = state.lanes.iter().map(|lane| lane.writing).sum();
+        all.checked_div(count).unwrap_or_default()
+    }
+
+    /// The destination has carried out what came in so many records of a channel of this connection set, and has written for so
+    /// long. What is still heard of an earlier set is of channels that are gone.
+    pub(super) fn applied(
+        &self,
+        set: u16,
+        channel: u32,
+        (records, writing): (u64, Option<Duration>),
+    ) {
         self.heard();
         let mut state = self.0.lock();
         if state.set != set {
             return;
         }
-        let Some(lane) = state.lanes.get(channel as usize) else {
+        let Some(lane) = state.lanes.get_mut(channel as usize) else {
             return;
         };
+        lane.writing = writing.map_or(lane.writing, |writing| writing.max(lane.writing));
         let mut done = Vec::new();
         {
             let mut sent = lock(&lane.sent);
@@ -366,6 +382,7 @@ impl Lane {
             waiting,
             sent,
             meter,
+            writing: Duration::ZERO,
             closer,
             thread,
         })

@@ -104,8 +104,9 @@ impl Bench {
     }
 
     fn hear(&mut self) {
-        for (index, records) in self.channels.applied().into_iter().enumerate() {
-            self.changes.applied(self.set, index as u32, records);
+        for (index, (records, writing)) in self.channels.applied().into_iter().enumerate() {
+            let applied = (records, Some(writing));
+            self.changes.applied(self.set, index as u32, applied);
         }
     }
 
@@ -118,6 +119,8 @@ impl Bench {
 fn of_many_changes_on_many_channels_the_latest_is_what_the_disk_holds() {
     let mut bench = Bench::new();
     bench.connect(0);
+    let began = Instant::now();
+    assert_eq!(bench.changes.writing(), Duration::ZERO);
     for _ in 0..3000 {
         while !bench.outlet.takes(Origin::Guest) {
             bench.hear();
@@ -129,6 +132,8 @@ fn of_many_changes_on_many_channels_the_latest_is_what_the_disk_holds() {
     assert_eq!(ended, Ok(true));
     bench.hear();
     assert_eq!(bench.changes.under_way_bytes(), 0);
+    let writing = bench.changes.writing();
+    assert!(!writing.is_zero() && writing <= began.elapsed());
     assert!(bench.course.take_lost().is_empty());
     assert!(bench.found() == bench.disk, "they differ");
 }
@@ -191,7 +196,7 @@ fn what_is_heard_of_channels_that_are_gone_counts_for_none_of_the_present_set() 
     }
     let before = bench.changes.under_way_bytes();
     for channel in 0..4 {
-        bench.changes.applied(2, channel, u64::MAX);
+        bench.changes.applied(2, channel, (u64::MAX, None));
     }
     assert_eq!(bench.changes.under_way_bytes(), before);
     bench.changes.end();

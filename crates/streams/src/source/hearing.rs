@@ -100,10 +100,15 @@ impl Hearing {
             {
                 slot.fetch_max(*records, Ordering::AcqRel);
             }
-            if let (ToSource::ChangesApplied { channel, records }, Some(changes)) =
-                (&message, &self.changes)
+            if let ToSource::ChangesApplied {
+                channel,
+                records,
+                writing_ms,
+            } = &message
+                && let Some(changes) = &self.changes
             {
-                changes.applied(self.set, *channel, *records);
+                let writing = writing_ms.map(Duration::from_millis);
+                changes.applied(self.set, *channel, (*records, writing));
             }
             let is_life = matches!(
                 message,

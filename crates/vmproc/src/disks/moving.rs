@@ -10,7 +10,7 @@ use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring, REGION};
-use godwit_blockio::{Arriving, Pace};
+use godwit_blockio::{Arriving, Pace, Waited, Waits};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
@@ -250,6 +250,12 @@ impl SourceDisks {
     pub(crate) fn left_bytes(&self) -> u64 {
         let left = self.disks.iter().map(|disk| disk.course.left_bytes());
         left.sum()
+    }
+
+    /// What the copying has waited for most.
+    pub(crate) fn waits(&self) -> Option<Waits> {
+        let waited = self.disks.iter().map(|disk| disk.course.waited());
+        waited.fold(Waited::default(), std::ops::Add::add).most()
     }
 
     /// Places in the VM and sizes of all, for the destination.

@@ -5,13 +5,20 @@
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
 use crate::disks::{NO_NEARER, SourceDisks};
 use crate::faults::{planted, reached};
+use godwit_blockio::Waits;
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
-use godwit_types::migration::{MigrationReport, Phase};
+use godwit_types::migration::{LimitedBy, MigrationReport, Phase};
 use std::time::{Duration, Instant};
 
 /// How often progress is shown, and looked whether the disks are copied.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// A destination whose channels write for so much of the time is the limit of a copying that waits for it; else the link is.
+const WRITING_SHARE: f64 = 0.5;
+
+/// When the copying over these channels began, what was left then, and how long they had written.
+type Began = (Instant, u64, Duration);
 
 /// The planted fault: nobody looks whether the two hosts' images are equal.
 const UNSYNCHRONISED: &str = "unsynchronised-switch";
@@ -47,8 +54,12 @@ impl SourceDriver {
             }
             let (left, synchronised) = (disks.left_bytes(), are_equal(disks));
             // Holes are known to the disks' threads by now.
-            let began = *begun.get_or_insert_with(|| (Instant::now(), left));
-            self.show_disks(began, left);
+            let writing = disks.changes.writing();
+            let began = *begun.get_or_insert_with(|| (Instant::now(), left, writing));
+            let seconds = began.0.elapsed().as_secs_f64();
+            let share = writing.saturating_sub(began.2).as_secs_f64() / seconds.max(1e-3);
+            let limit = disks.waits().map(|waits| limited_by(waits, share));
+            self.show_disks(began, left, limit);
             self.show_sent(set);
             if left < least {
                 (least, nearer) = (left, Instant::now());
@@ -67,13 +78,16 @@ impl SourceDriver {
     }
 
     /// How much is left, and when disks and memory will be there.
-    fn show_disks(&self, (began, before): (Instant, u64), left: u64) {
+    fn show_disks(&self, (began, before, _): Began, left: u64, limit: Option<LimitedBy>) {
         let copied = before.saturating_sub(left) as f64;
         let seconds = began.elapsed().as_secs_f64();
         let memory = (self.dirty.count() * godwit_migrate::account::PAGE_BYTES) as f64;
         let eta_s = (copied > 0.0).then(|| (left as f64 + memory) * seconds / copied);
         self.parts.report.update(|report| {
             report.disk_left_bytes = left.min(report.disk_bytes);
+            if left > 0 || report.disks_limited_by.is_none() {
+                report.disks_limited_by = limit;
+            }
             report.eta_s = eta_s;
             let gone = report.disk_bytes.saturating_sub(left) as f64;
             let done_percent = 100.0 * gone / (report.disk_bytes as f64 + memory).max(1.0);
@@ -101,5 +115,30 @@ impl SourceDriver {
         let disks = disks.sizes();
         let mirrored = ToDestination::Mirrored { disks };
         set.control.send(&mirrored).map_err(halt_of)
+    }
+}
+
+/// What limits a copying that waits for this, while the destination's channels write for such a share of the time.
+fn limited_by(waits: Waits, writing: f64) -> LimitedBy {
+    match waits {
+        Waits::Cap => LimitedBy::Cap,
+        Waits::Reads => LimitedBy::SourceDisk,
+        Waits::Writes if writing >= WRITING_SHARE => LimitedBy::DestinationDisk,
+        Waits::Writes => LimitedBy::Link,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copying_that_waits_for_the_destination_is_limited_by_its_disk_only_where_that_is_busy() {
+        assert_eq!(limited_by(Waits::Writes, 0.9), LimitedBy::DestinationDisk);
+        assert_eq!(limited_by(Waits::Writes, 0.1), LimitedBy::Link);
+        for writing in [0.1, 0.9] {
+            assert_eq!(limited_by(Waits::Reads, writing), LimitedBy::SourceDisk);
+            assert_eq!(limited_by(Waits::Cap, writing), LimitedBy::Cap);
+        }
     }
 }
