@@ -36,6 +36,8 @@ missing_packages() {
         qemu-system-x86=/usr/bin/qemu-system-x86_64 \
         ovmf=/usr/share/OVMF/OVMF_CODE_4M.fd \
         qemu-utils=/usr/bin/qemu-img \
+        xfsprogs=/sbin/mkfs.xfs \
+        btrfs-progs=/sbin/mkfs.btrfs \
         redis-server=/usr/bin/redis-server \
         busybox-static=/bin/busybox \
         gcc=/usr/bin/gcc \

@@ -4,86 +4,44 @@
 
 use godwit_blockio::grow::{NotGrown, grow};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work};
+use godwit_testkit::file_system::{DEVICE_BYTES, Device, Mount};
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
+use tempfile::TempDir;
 
-/// What mkfs.btrfs and mkfs.xfs need at least.
-const DEVICE_BYTES: u64 = 512 << 20;
 const IMAGE_BYTES: u64 = 4 << 20;
 
-/// A loop device with blocks of its own size; gone with the value.
-struct Device {
-    path: PathBuf,
-    _directory: tempfile::TempDir,
+/// A loop device whose file goes with it.
+fn device(block: u32) -> Option<(Device, TempDir)> {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let device = Device::over(&directory.path().join("device"), block)?;
+    Some((device, directory))
 }
 
-impl Device {
-    fn new(block: u32) -> Option<Self> {
-        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let file = directory.path().join("device");
-        File::create(&file).unwrap().set_len(DEVICE_BYTES).unwrap();
-        let size = block.to_string();
-        let arguments = ["--find", "--show", "--sector-size", &size, "--direct-io=on"];
-        let output = Command::new("losetup")
-            .args(arguments)
-            .arg(&file)
-            .output()
-            .ok()?;
-        if !output.status.success() {
-            return None;
-        }
-        let path = String::from_utf8(output.stdout).unwrap().trim().into();
-        Some(Self {
-            path,
-            _directory: directory,
-        })
-    }
+/// A file system on such a device, at a directory of its own.
+struct Mounted {
+    _mount: Mount,
+    place: TempDir,
+    _device: TempDir,
 }
 
-impl Drop for Device {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup")
-            .arg("--detach")
-            .arg(&self.path)
-            .status();
-    }
+fn mounted(kind: &str, (device, directory): (Device, TempDir)) -> Option<Mounted> {
+    let place = tempfile::tempdir().unwrap();
+    Some(Mounted {
+        _mount: Mount::of(kind, device, place.path())?,
+        place,
+        _device: directory,
+    })
 }
 
-/// A file system on a device, unmounted with the value.
-struct Mount(tempfile::TempDir);
-
-impl Mount {
-    fn of(kind: &str, device: &Path) -> Option<Self> {
-        let force = if kind == "ext4" { "-F" } else { "-f" };
-        let made = Command::new(format!("mkfs.{kind}"))
-            .args(["-q", force])
-            .arg(device)
-            .output();
-        if !made.ok()?.status.success() {
-            return None;
-        }
-        let place = tempfile::tempdir().unwrap();
-        let mounted = Command::new("mount")
-            .args(["-t", kind])
-            .arg(device)
-            .arg(place.path())
-            .status();
-        mounted.ok()?.success().then_some(Self(place))
-    }
-
+impl Mounted {
     fn image(&self) -> PathBuf {
-        let path = self.0.path().join("disk.raw");
+        let path = self.place.path().join("disk.raw");
         File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
         path
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(self.0.path()).status();
     }
 }
 
@@ -131,13 +89,12 @@ fn works(path: &Path, block: u32) -> Result<(), String> {
 
 /// What became of blocks of 512 and of 4096 bytes; nothing where it cannot be tried.
 fn tried(kind: Option<&str>, device_block: u32) -> Option<[Result<(), String>; 2]> {
-    let device = Device::new(device_block)?;
-    let mount = match kind {
-        Some(kind) => Some(Mount::of(kind, &device.path)?),
-        None => None,
-    };
-    let path = mount.as_ref().map_or(device.path.clone(), Mount::image);
-    Some([512, 4096].map(|block| works(&path, block)))
+    let device = device(device_block)?;
+    let both = |path: &Path| [512, 4096].map(|block| works(path, block));
+    match kind {
+        Some(kind) => Some(both(&mounted(kind, device)?.image())),
+        None => Some(both(device.0.path())),
+    }
 }
 
 /// A clone of it, which shares its blocks: as many images of VMs begin.
@@ -158,8 +115,8 @@ fn an_image_that_shares_its_blocks_with_another_works_as_before() {
         return;
     }
     for kind in ["xfs", "btrfs"] {
-        let mount = Device::new(512).map(|device| (Mount::of(kind, &device.path), device));
-        let Some((Some(mount), _device)) = mount else {
+        let mount = device(512).and_then(|device| mounted(kind, device));
+        let Some(mount) = mount else {
             println!("skipped: {kind} cannot be made here");
             continue;
         };
@@ -211,7 +168,7 @@ fn a_device_has_the_size_that_it_has_and_a_full_file_system_has_no_room_for_a_lo
         println!("skipped: loop devices and mounts need root");
         return;
     }
-    let Some(device) = Device::new(512) else {
+    let Some(device) = device(512) else {
         println!("skipped: no loop device can be made here");
         return;
     };
@@ -219,13 +176,13 @@ fn a_device_has_the_size_that_it_has_and_a_full_file_system_has_no_room_for_a_lo
         let opened = File::options().read(true).write(true).open(path);
         opened.unwrap()
     };
-    let whole = open(&device.path);
+    let whole = open(device.0.path());
     // Less than a whole GiB, which no disk is made.
     assert_eq!(grow(whole.as_fd(), 0, false).unwrap(), DEVICE_BYTES);
     let refused = grow(whole.as_fd(), 1 << 30, false).unwrap_err().to_string();
     assert!(refused.contains("a block device of 512 MiB"), "{refused}");
     drop(whole);
-    let Some(mount) = Mount::of("ext4", &device.path) else {
+    let Some(mount) = mounted("ext4", device) else {
         println!("skipped in part: ext4 cannot be made here");
         return;
     };

@@ -16,7 +16,7 @@ use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
-    flock, fremovexattr, fsetxattr, fstat, fstatvfs, openat, seek, statat, unlinkat,
+    flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::{OsStr, OsString};
@@ -87,10 +87,19 @@ impl Maker<'_> {
         let source = source.transpose()?;
         let bytes = length(disk, source.as_ref())?;
         let needed = source.as_ref().map_or(0, |source| source.needed);
-        place.must_have_room(path, needed)?;
         progress.total.store(needed, Ordering::Relaxed);
         let fresh = place.begin(path)?;
-        let made = fill(&fresh, bytes, source.as_ref(), progress)
+        let shared = match &source {
+            Some(source) => source.shares_with(&fresh, progress),
+            None => false,
+        };
+        let source = source.filter(|_| !shared);
+        let has_room = match &source {
+            Some(source) => place.must_have_room(path, source.needed),
+            None => Ok(()),
+        };
+        let made = has_room
+            .and_then(|()| fill(&fresh, bytes, source.as_ref(), progress))
             .and_then(|()| {
                 finish(&fresh, &mark).map_err(|error| format!("{path:?} cannot be made: {error}"))
             })
@@ -362,6 +371,27 @@ impl Source {
                 needed,
             }),
         }
+    }
+}
+
+impl Source {
+    /// Has a file that is still empty share this image's blocks, which takes neither time nor room, where both are in one file system
+    /// that can. Returns whether it does.
+    fn shares_with(&self, fresh: &File, progress: &Progress) -> bool {
+        if self.format != Format::Raw {
+            return false;
+        }
+        let shares = ioctl_ficlone(fresh, &self.file).is_ok()
+            && fresh
+                .metadata()
+                .is_ok_and(|clone| clone.len() == self.bytes);
+        if shares {
+            progress.done.store(self.needed, Ordering::Relaxed);
+        } else {
+            // One that is not whole is written over; what is beyond its end is a hole then.
+            let _ = fresh.set_len(0);
+        }
+        shares
     }
 }
 

@@ -1,6 +1,7 @@
 //! Disks made from images, and what is refused; nothing half-made is ever left.
 
 use super::*;
+use godwit_testkit::file_system::{Device, Mount};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::PathBuf;
 
@@ -183,6 +184,54 @@ fn what_cannot_be_made_is_refused_and_changes_nothing() {
         }
         here.refused(&here.disk(Some("base"), None), &["exists already"]);
         std::fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn within_a_file_system_that_can_an_image_shares_its_blocks_with_what_it_was_made_from() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    for kind in ["xfs", "btrfs"] {
+        let below = tempfile::tempdir_in("/var/tmp").unwrap();
+        let here = Here::new();
+        let device = Device::over(&below.path().join("device"), 512);
+        let mount = device.and_then(|device| Mount::of(kind, device, here.dir.path()));
+        let Some(mount) = mount else {
+            println!("skipped: {kind} cannot be made here");
+            continue;
+        };
+        let free = || {
+            rustix::fs::sync();
+            let found = rustix::fs::statvfs(here.dir.path()).unwrap();
+            found.f_bavail * found.f_frsize
+        };
+        // More than half of what there is: a copy has no room.
+        let length = (free() / 2 + (32 << 20)) & !4095;
+        let content: Vec<u8> = (0..length).map(|at| (at / 4093 % 251) as u8 + 1).collect();
+        std::fs::write(here.at("base"), &content).unwrap();
+        let before = free();
+        assert!(before < length, "{kind}");
+        here.make(&here.disk(Some("base"), Some(1))).unwrap();
+        assert_eq!(here.names(), ["root.raw"], "{kind}");
+        assert!(before - free() < 16 << 20, "{kind}: it takes room");
+        let made = File::options()
+            .read(true)
+            .write(true)
+            .open(here.at("root.raw"));
+        let made = made.unwrap();
+        assert_eq!(made.metadata().unwrap().len(), 1 << 30);
+        let mut found = vec![0; content.len()];
+        made.read_exact_at(&mut found, 0).unwrap();
+        assert!(found == content, "{kind}: it is another content");
+        made.write_all_at(&[0; 4096], 0).unwrap();
+        drop(made);
+        assert!(
+            std::fs::read(here.at("base")).unwrap() == content,
+            "{kind}: the image that it was made from has changed"
+        );
+        drop(mount);
     }
 }
 

@@ -4,6 +4,7 @@
 //! nothing of the product links this crate.
 
 pub mod disk_load;
+pub mod file_system;
 pub mod guest;
 pub mod interrupt;
 pub mod lab;
