@@ -103,7 +103,7 @@ impl Waited {
         if all.is_zero() {
             return None;
         }
-        // An explicit wait, beside which the others go on.
+        // While it waits for its cap, reads and writes that were under way go on: less than half of the time is much.
         if self.cap > all.mul_f64(CAP_SHARE) {
             return Some(Waits::Cap);
         }

@@ -46,7 +46,7 @@ impl Work {
         }
     }
 
-    /// Whether it changes what is on the disk.
+    /// Whether it changes what is on the disk, and may find no room there.
     pub fn changes(&self) -> bool {
         !matches!(self, Self::Read(_) | Self::Flush)
     }
@@ -96,6 +96,8 @@ pub struct Request {
     pub began: Instant,
     /// Whatever its maker knows it by.
     pub token: u64,
+    /// Whether it was carried out before, in vain: what it takes of a limit was taken then.
+    pub(crate) again: bool,
     /// The filter that made it, by its place; `None`: it entered at the top.
     pub(crate) maker: Option<usize>,
 }
@@ -109,7 +111,16 @@ impl Request {
             durable: false,
             began: now,
             token,
+            again: false,
             maker: None,
+        }
+    }
+
+    /// One that found no room and is to be carried out once more.
+    pub fn once_more(self) -> Self {
+        Self {
+            again: true,
+            ..self
         }
     }
 }
@@ -121,4 +132,11 @@ pub enum Outcome {
     Failed(Errno),
     /// The image cannot do this; nothing was done.
     Unsupported,
+}
+
+impl Outcome {
+    /// Whether the image's file system had no room for it.
+    pub fn lacks_room(self) -> bool {
+        matches!(self, Self::Failed(Errno::NOSPC | Errno::DQUOT))
+    }
 }

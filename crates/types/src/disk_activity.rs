@@ -41,7 +41,7 @@ pub struct DiskWork {
     pub seconds: f64,
 }
 
-/// What a disk does in a second, over the last few.
+/// What a disk does in a second, over the time since somebody asked before, a second at least.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskRate {
     pub reads: f64,

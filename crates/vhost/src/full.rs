@@ -55,7 +55,7 @@ impl Device {
     /// Whether a request is to wait for room, and not to fail. Its queue may end, so it has to be somewhere then: nowhere but in
     /// the in-flight area.
     pub(crate) fn parks(&self, request: &Request, outcome: Outcome) -> bool {
-        let waits = self.waits_for_room && request.work.changes() && has_no_room(outcome);
+        let waits = self.waits_for_room && request.work.changes() && outcome.lacks_room();
         waits && self.may_park(queue_of(request.token))
     }
 
@@ -78,7 +78,7 @@ impl Device {
             full.probe = None;
         }
         full.try_at = Some(now + AGAIN);
-        full.parked.push_back(request);
+        full.parked.push_back(request.once_more());
     }
 
     /// Tries one of them when it is time, and all others once it was done.
@@ -183,8 +183,4 @@ impl Device {
 
 fn queue_of(token: u64) -> u16 {
     (token >> 16) as u16
-}
-
-fn has_no_room(outcome: Outcome) -> bool {
-    matches!(outcome, Outcome::Failed(Errno::NOSPC | Errno::DQUOT))
 }

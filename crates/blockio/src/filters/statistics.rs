@@ -45,6 +45,7 @@ impl Counts {
 #[derive(Debug, Default)]
 pub struct Statistics {
     counts: Arc<Counts>,
+    waits_for_room: bool,
 }
 
 impl Statistics {
@@ -54,10 +55,14 @@ impl Statistics {
     }
 }
 
-/// Goes on with the counts of a disk whose thread has ended.
-impl From<Arc<Counts>> for Statistics {
-    fn from(counts: Arc<Counts>) -> Self {
-        Self { counts }
+impl Statistics {
+    /// Goes on with the counts of a disk whose thread has ended. Where requests wait for room, one that finds none is counted once
+    /// it is done, with all the time that it has waited.
+    pub fn going_on(counts: Arc<Counts>, waits_for_room: bool) -> Self {
+        Self {
+            counts,
+            waits_for_room,
+        }
     }
 }
 
@@ -73,6 +78,9 @@ impl Filter for Statistics {
     }
 
     fn passes_up(&mut self, request: &Request, outcome: Outcome, now: Instant) -> bool {
+        if self.waits_for_room && request.work.changes() && outcome.lacks_room() {
+            return true;
+        }
         let took = now.saturating_duration_since(request.began);
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let count = self.counts.of(&request.work);
@@ -141,6 +149,41 @@ mod tests {
             counts.writes.most_nanoseconds.load(Ordering::Relaxed),
             3_000_000
         );
+    }
+
+    #[test]
+    fn what_waits_for_room_is_counted_once_and_is_no_failure() {
+        for (waits, expected) in [
+            (true, [1, 512, 5_000_000, 0]),
+            (false, [2, 1024, 8_000_000, 1]),
+        ] {
+            let statistics = Statistics::going_on(Arc::default(), waits);
+            let counts = statistics.counts();
+            let mut stack = Stack::new(vec![Box::new(statistics)], Keeps::default());
+            let began = Instant::now();
+            let after = |ms| began + Duration::from_millis(ms);
+            stack.submit(
+                Request::new(Work::Write(0..512), Data::None, 0, began),
+                began,
+            );
+            let request = stack.bottom.0.pop().unwrap();
+            stack.completed(request, Outcome::Failed(Errno::NOSPC), after(3));
+            let (request, _) = stack.finished().unwrap();
+            stack.submit(request.once_more(), after(4));
+            let request = stack.bottom.0.pop().unwrap();
+            stack.completed(request, Outcome::Done, after(5));
+            let writes = &counts.writes;
+            let told = [
+                &writes.requests,
+                &writes.bytes,
+                &writes.nanoseconds,
+                &writes.failed,
+            ];
+            assert_eq!(
+                told.map(|counter| counter.load(Ordering::Relaxed)),
+                expected
+            );
+        }
     }
 
     #[derive(Default)]

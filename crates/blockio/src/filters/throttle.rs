@@ -80,10 +80,10 @@ impl From<Arc<SharedLimits>> for Throttle {
 }
 
 impl Filter for Throttle {
-    /// A flush costs nothing: it concerns only what was acknowledged.
+    /// What carries nothing costs nothing.
     fn passes_down(&mut self, request: &Request, now: Instant) -> bool {
         let limits = self.limits.get();
-        if request.work != Work::Flush && !limits.are_none() {
+        if request.work.transfers() > 0 && !request.again && !limits.are_none() {
             self.due.take(now, limits.cost(&request.work));
         }
         true
@@ -159,17 +159,19 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_was_let_in_is_held_and_a_flush_costs_nothing() {
+    fn nothing_that_was_let_in_is_held_and_what_carries_nothing_or_comes_once_more_costs_nothing() {
         let limits = Limits {
             requests: 1,
             bytes: 0,
         };
         let mut stack = Stack::new(vec![Box::new(Throttle::new(limits))], Took::default());
         let now = Instant::now();
-        for work in [Work::Flush, Work::Flush, Work::Write(0..512)] {
+        for work in [Work::Flush, Work::Discard(0..512), Work::Write(0..512)] {
             assert_eq!(stack.opens_at(now), None);
             stack.submit(Request::new(work, Data::None, 0, now), now);
         }
+        let again = Request::new(Work::Write(0..512), Data::None, 0, now).once_more();
+        stack.submit(again, now);
         assert_eq!((stack.under_way(), stack.wake_at()), (0, None));
         assert_eq!(stack.opens_at(now), Some(now + Duration::from_millis(900)));
     }

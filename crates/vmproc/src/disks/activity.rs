@@ -21,6 +21,7 @@ const RATE_OVER: Duration = Duration::from_secs(1);
 pub(super) struct Gauge {
     counts: Arc<Counts>,
     limits: Arc<SharedLimits>,
+    waits_for_room: bool,
     seen: Mutex<Seen>,
 }
 
@@ -38,6 +39,7 @@ impl Gauge {
         let gauge = Self {
             counts: Arc::default(),
             limits: Arc::default(),
+            waits_for_room: disk.on_full.waits(),
             seen: Mutex::new(Seen {
                 at: Instant::now(),
                 reads: DiskWork::default(),
@@ -51,7 +53,7 @@ impl Gauge {
 
     /// For a disk's thread. Who waits for its turn at the limit is not counted as waiting for storage.
     pub(super) fn filters(&self) -> Vec<Box<dyn Filter>> {
-        let statistics = Statistics::from(Arc::clone(&self.counts));
+        let statistics = Statistics::going_on(Arc::clone(&self.counts), self.waits_for_room);
         let throttle = Throttle::from(Arc::clone(&self.limits));
         vec![Box::new(statistics), Box::new(throttle)]
     }
@@ -84,9 +86,9 @@ impl Seen {
         let passed = now.saturating_duration_since(self.at);
         if passed >= RATE_OVER {
             let seconds = passed.as_secs_f64();
-            let requests =
-                |now: DiskWork, before: DiskWork| (now.requests - before.requests) as f64;
-            let bytes = |now: DiskWork, before: DiskWork| (now.bytes - before.bytes) as f64;
+            let more = |now: u64, before: u64| now.saturating_sub(before) as f64;
+            let requests = |now: DiskWork, before: DiskWork| more(now.requests, before.requests);
+            let bytes = |now: DiskWork, before: DiskWork| more(now.bytes, before.bytes);
             let (read, written) = (requests(reads, self.reads), requests(writes, self.writes));
             let taken = reads.seconds - self.reads.seconds + writes.seconds - self.writes.seconds;
             let done = read + written;
