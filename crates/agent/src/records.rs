@@ -10,7 +10,7 @@ use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
-use godwit_types::host_api::{DISKS_FILE, HostVm, PutVm, SPEC_FILE};
+use godwit_types::host_api::{DISK_MOVES_FILE, DISKS_FILE, HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
@@ -248,6 +248,8 @@ impl Records {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
         }
+        // Another VM of this name begins with none.
+        remove_document(&self.dir(vm).join(DISK_MOVES_FILE)).map_err(stored)?;
         remove_document(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
     }
 

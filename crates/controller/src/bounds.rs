@@ -3,7 +3,6 @@
 //! Pure. Sentences that are too long are cut. Refuses a whole answer that no agent gives: too many VMs, one of them twice,
 //! or a description that no controller ever passed on.
 
-use godwit_types::disk_activity::DiskActivity;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, VMS_MAX};
 use godwit_types::migration::{DiskToMove, MigrationReport};
@@ -71,11 +70,23 @@ pub fn vms(host: &HostName, mut vms: Vec<HostVm>) -> Result<Vec<HostVm>, NotTake
             vm.note = Some(too_many_disks(vm));
         }
         vm.note.iter_mut().for_each(sentence);
-        let named = |of: &DiskActivity| vm.spec.disks.iter().any(|disk| disk.name == of.disk);
-        vm.disks.retain(named);
-        vm.disks.truncate(DISKS_MAX);
+        activities(vm);
     }
     Ok(vms)
+}
+
+/// What disks do: of each that the VM has, once.
+fn activities(vm: &mut HostVm) {
+    let mut names: Vec<&str> = vm
+        .spec
+        .disks
+        .iter()
+        .map(|disk| disk.name.as_str())
+        .collect();
+    vm.disks.retain(|does| {
+        let place = names.iter().position(|name| *name == does.disk);
+        place.map(|place| names.swap_remove(place)).is_some()
+    });
 }
 
 /// Refuses a description that no controller ever passed on. One with more disks than a VM may have now was once passed on:

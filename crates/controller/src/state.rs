@@ -312,7 +312,7 @@ impl State {
     ) {
         let name = &vm.spec.name;
         let before = self.hosts.get(host).and_then(|entry| entry.vm(name));
-        if before != Some(vm) {
+        if !before.is_some_and(|before| before.says_as(vm)) {
             changes.push(Change::State(name.clone()));
         }
         let entry = self.book.entry(name);

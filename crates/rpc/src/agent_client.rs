@@ -160,6 +160,7 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::MOVE_DISKS, READ),
     rule("DELETE", path::MOVE_DISKS, POWER),
     rule("POST", path::RESIZE_DISK, CONTROLLER),
+    rule("POST", path::LIMIT_DISK, CONTROLLER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),

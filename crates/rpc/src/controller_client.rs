@@ -146,6 +146,7 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::MOVE_DISKS, PEOPLE),
     rule("DELETE", path::MOVE_DISKS, PEOPLE),
     rule("POST", path::RESIZE_DISK, PEOPLE),
+    rule("POST", path::LIMIT_DISK, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),

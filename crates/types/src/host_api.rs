@@ -22,6 +22,8 @@ use std::path::{Path, PathBuf};
 
 /// Name of a VM's description in its state directory, a `VmSpec` as JSON.
 pub const SPEC_FILE: &str = "vm.json";
+/// Moves of its disks on this host that have ended.
+pub const DISK_MOVES_FILE: &str = "disk-moves.json";
 /// Name of the note of a VM's last migration in its state directory, a [`MigrationNote`] as JSON.
 pub const NOTE_FILE: &str = "migration.json";
 /// Directory of a VM's migration reports in its state directory, `ID.json` each.
@@ -86,6 +88,15 @@ pub struct HostVm {
 }
 
 impl HostVm {
+    /// Whether both say the same, but for what its disks do just now, which never is.
+    pub fn says_as(&self, other: &Self) -> bool {
+        let still = |vm: &Self| Self {
+            disks: Vec::new(),
+            ..vm.clone()
+        };
+        still(self) == still(other)
+    }
+
     /// Whether this host durably holds the right to run the VM.
     pub fn holds(&self) -> bool {
         self.claim.held().is_some()

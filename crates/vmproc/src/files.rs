@@ -6,7 +6,7 @@
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
 use godwit_types::host_api::{
-    DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, UEFI_SIZES_FILE, VmProcessConfig,
+    DISK_MOVES_FILE, DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, UEFI_SIZES_FILE, VmProcessConfig,
 };
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
@@ -113,7 +113,7 @@ impl Paths {
 
     /// Disks that were moved on this host.
     pub(crate) fn disk_moves(&self) -> PathBuf {
-        self.state.join("disk-moves.json")
+        self.state.join(DISK_MOVES_FILE)
     }
 
     /// The variables of a VM with UEFI.

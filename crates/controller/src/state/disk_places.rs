@@ -6,50 +6,63 @@
 use super::VmEntry;
 use godwit_types::VmSpec;
 use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_types::vm::DiskSpec;
 
-/// Where a VM's disks are and how they are limited is its holder's to say, who moves and limits them; what a person has described otherwise since counts from the
-/// next start. Returns whether anything has changed.
+/// Where a VM's disks are and how they are limited is its holder's to say, who moves and limits them; what a person has described otherwise
+/// since counts from the next start. Returns whether anything has changed.
 pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores) -> bool {
     let Some(resolved) = entry.resolved.as_mut().filter(|_| held.check().is_ok()) else {
         return false;
     };
     let mut is_news = false;
     for now in &held.disks {
-        let known = resolved.disks.iter_mut().find(|disk| disk.name == now.name);
-        let Some(known) = known else {
+        let Some(known) = resolved.disks.iter_mut().find(|disk| disk.name == now.name) else {
             continue;
         };
-        let described = entry.spec.disks.iter_mut();
-        let mut described = described.filter(|disk| disk.name == now.name);
-        let mut described = described.find(|disk| disk.path == known.path);
-        if known.limits != now.limits {
-            let same = described
-                .iter_mut()
-                .filter(|disk| disk.limits == known.limits);
-            same.for_each(|disk| disk.limits = now.limits);
-            known.limits = now.limits;
-            is_news = true;
-        }
-        let moved = known.path != now.path;
-        let Some((_, store)) = datastore_of(datastores, &now.path).filter(|_| moved) else {
-            continue;
-        };
-        if let Some(described) = described {
-            described.path.clone_from(&now.path);
-            described.shared = now.shared && store.shared;
-        }
-        known.path.clone_from(&now.path);
-        known.shared = now.shared && store.shared;
-        is_news = true;
+        let mut described = entry.spec.disks.iter_mut();
+        let mut described = described.find(|disk| disk.name == now.name);
+        is_news |= follow_limits(known, described.as_deref_mut(), now);
+        is_news |= follow_place(known, described, now, datastores);
     }
     is_news
+}
+
+fn follow_limits(known: &mut DiskSpec, described: Option<&mut DiskSpec>, now: &DiskSpec) -> bool {
+    if known.limits == now.limits {
+        return false;
+    }
+    if let Some(described) = described.filter(|disk| disk.limits == known.limits) {
+        described.limits = now.limits;
+    }
+    known.limits = now.limits;
+    true
+}
+
+fn follow_place(
+    known: &mut DiskSpec,
+    described: Option<&mut DiskSpec>,
+    now: &DiskSpec,
+    datastores: &Datastores,
+) -> bool {
+    let Some((_, store)) = datastore_of(datastores, &now.path).filter(|_| known.path != now.path)
+    else {
+        return false;
+    };
+    let shared = now.shared && store.shared;
+    if let Some(described) = described.filter(|disk| disk.path == known.path) {
+        described.path.clone_from(&now.path);
+        described.shared = shared;
+    }
+    known.path.clone_from(&now.path);
+    known.shared = shared;
+    true
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use godwit_types::datastore::Datastore;
-    use godwit_types::vm::{DiskLimits, DiskSpec};
+    use godwit_types::vm::DiskLimits;
     use godwit_types::{DatastoreName, VmName};
 
     fn on(path: &str) -> VmSpec {
@@ -112,6 +125,11 @@ mod tests {
         let resolved = known.resolved.as_mut().unwrap();
         assert_eq!(known.spec.disks[0].limits, of(Some(500)));
         assert_eq!(resolved.disks[0].limits, of(Some(500)));
+        // Wherever it is described to be from the next start on.
+        known.spec.disks[0].path = "/theirs".into();
+        held.disks[0].limits = of(Some(400));
+        assert!(follow(&mut known, &held, &stores()));
+        assert_eq!(known.spec.disks[0].limits, of(Some(400)));
         known.spec.disks[0].limits = of(Some(7));
         held.disks[0].limits = of(None);
         assert!(follow(&mut known, &held, &stores()));

@@ -5,8 +5,7 @@
 use super::move_disks::{host_of, must_stay};
 use crate::app::App;
 use crate::error::{Outcome, refuse, unknown_vm};
-use crate::reconcile::refresh;
-use godwit_rpc::{AgentClient, ClientError};
+use godwit_rpc::AgentClient;
 use godwit_types::control_api::Done;
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
@@ -15,32 +14,41 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 /// Has the VM's host make a disk larger.
 pub async fn resize_disk(app: &App, name: &VmName, wish: &ResizeDisk) -> Outcome<Done> {
     wish.check()?;
-    let resize = async |agent: &AgentClient| agent.resize_disk(name, wish).await;
-    let is_described = "write how large its disk is to be made as size_gib";
-    let (_, resized) = at_host(app, name, is_described, resize).await?;
-    Ok(resized)
+    app.until_taken_over(name).await;
+    let _turn = app.vm_turns.take(name).await;
+    let instead = "write how large its disk is to be made as size_gib";
+    let (host, agent) = holder(app, name, instead)?;
+    let resized = agent.resize_disk(name, wish).await;
+    app.tell_vm(name);
+    resized.map_err(|error| ApiError::from(error).on_host(&host))
 }
 
-/// Has the VM's host limit a disk, or limit it no more.
+/// Has the VM's host limit a disk, or limit it no more, and describes it so here: whatever else was described otherwise since the
+/// VM's last start, it keeps these limits.
 pub async fn limit_disk(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<Done> {
     wish.check()?;
-    let limit = async |agent: &AgentClient| agent.limit_disk(name, wish).await;
-    let is_described = "write its limits";
-    let (host, limited) = at_host(app, name, is_described, limit).await?;
-    // The description here follows the host's: whoever has the answer may start or move the VM at once.
-    refresh(app, &host).await;
+    app.until_taken_over(name).await;
+    let _turn = app.vm_turns.take(name).await;
+    let (host, agent) = holder(app, name, "write its limits")?;
+    let limited = agent.limit_disk(name, wish).await;
+    let limited = limited.map_err(|error| ApiError::from(error).on_host(&host))?;
+    let _macs = app.macs_turn().await;
+    let entry = {
+        let mut state = app.state();
+        let entry = state.vms.get_mut(name).ok_or_else(|| unknown_vm(name))?;
+        let specs = [Some(&mut entry.spec), entry.resolved.as_mut()];
+        let disks = specs.into_iter().flatten().flat_map(|spec| &mut spec.disks);
+        let disks = disks.filter(|disk| disk.name == wish.disk);
+        disks.for_each(|disk| disk.limits = wish.limits);
+        entry.clone()
+    };
+    app.store.save_vm(&entry).await?;
+    app.tell_vm(name);
     Ok(limited)
 }
 
-/// Has the VM's host do something to one of its disks. A VM that no host has is described otherwise.
-async fn at_host(
-    app: &App,
-    name: &VmName,
-    is_described: &str,
-    ordered: impl AsyncFnOnce(&AgentClient) -> Result<Done, ClientError>,
-) -> Outcome<(HostName, Done)> {
-    app.until_taken_over(name).await;
-    let _turn = app.vm_turns.take(name).await;
+/// The host that may do something to a VM's disks. `instead`: what a person does about a VM that no host has.
+fn holder(app: &App, name: &VmName, instead: &str) -> Outcome<(HostName, AgentClient)> {
     must_stay(app, name)?;
     if !app.state().vms.contains_key(name) {
         return Err(unknown_vm(name));
@@ -49,15 +57,9 @@ async fn at_host(
         return refuse(
             ErrorCode::WrongState,
             format!(
-                "no host has VM {name} yet: {is_described} ('godwit vm edit {name} FILE'), or start it first"
+                "no host has VM {name} yet: {instead} ('godwit vm edit {name} FILE'), or start it first"
             ),
         );
     }
-    let (host, agent) = host_of(app, name)?;
-    let done = ordered(&agent).await;
-    app.tell_vm(name);
-    match done {
-        Ok(done) => Ok((host, done)),
-        Err(error) => Err(ApiError::from(error).on_host(&host)),
-    }
+    host_of(app, name)
 }
