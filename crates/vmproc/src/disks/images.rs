@@ -3,7 +3,7 @@
 //! An image that comes has a name of its own until its VM is here, so that nobody takes half of a disk for a whole one. Owns
 //! nothing: the files are the VM's, and `disks.json` says which. Refuses: to remove a file that is another one than QEMU had.
 
-use super::left::settle_moves;
+use super::left::{moved, settle_moves};
 use super::served::{Arrival, ServedDisks};
 use crate::files::Paths;
 use godwit_qemu::disk::{identity_of, rename_to_free};
@@ -13,6 +13,7 @@ use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// The name of an image that comes with this migration.
@@ -130,6 +131,12 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     }
 }
 
+/// Whether the directory of a path is on this device: where its file system is not mounted, nothing that is missing there is gone.
+pub(super) fn is_place_there(path: &Path, device: u64) -> bool {
+    let above = path.parent().map(std::fs::metadata);
+    above.is_some_and(|above| above.is_ok_and(|above| above.dev() == device))
+}
+
 /// Removes an image that is no disk any more, if it is the one that QEMU had. Returns whether nothing of it is left.
 pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
     let is_file = path.symlink_metadata().is_ok_and(|found| found.is_file());
@@ -141,7 +148,7 @@ pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
             }
             is_gone
         }
-        Ok(None) => true,
+        Ok(None) => is_place_there(path, image.0),
         Ok(Some(_)) => {
             let path = path.display();
             tracing::warn!(
@@ -190,7 +197,19 @@ fn forget(paths: &Paths) {
     if let Err(why) = settle_moves(paths, None) {
         tracing::warn!(why, "what moves of the VM's disks left is not removed");
     }
-    if let Err(error) = remove_document(&paths.disks()) {
+    // What could not be removed stays noted until it is.
+    let forgotten = match moved(paths) {
+        Ok(Some(what)) => save_json(
+            &paths.disks(),
+            &ServedDisks {
+                arriving: None,
+                leaving: None,
+                ..what
+            },
+        ),
+        _ => remove_document(&paths.disks()),
+    };
+    if let Err(error) = forgotten {
         tracing::warn!(%error, "what disks the VM had is not forgotten");
     }
 }

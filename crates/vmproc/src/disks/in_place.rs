@@ -242,7 +242,9 @@ impl Served {
                 (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
             }
         }
-        let past = history::keep(&self.paths, lock(&self.moves.past).clone(), &disk);
+        // Nobody who asks waits for the file.
+        let past = lock(&self.moves.past).clone();
+        let past = history::keep(&self.paths, past, &disk);
         *lock(&self.moves.past) = past;
         self.note(name, |now| *now = disk);
     }
@@ -321,13 +323,13 @@ impl Served {
             // Its record may have been settled before the image was made.
             return match copying.remove(&self.what()) {
                 true => Ok(()),
-                false => Err(internal(copying.is_left())),
+                false => Err(internal(copying.why_not_moved())),
             };
         }
         self.change(|_| ())?;
         match copying.remove(&self.what()) {
             true => self.change(|what| what.copying = None),
-            false => Err(internal(copying.is_left())),
+            false => Err(internal(copying.why_not_moved())),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
 //! what is a disk, or another file than the one that was left.
 
-use super::images::{remove, remove_own};
+use super::images::{is_place_there, remove, remove_own};
 use super::served::ServedDisks;
 use crate::faults::reached;
 use crate::files::Paths;
@@ -47,8 +47,14 @@ pub(crate) fn settle_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
-    // One that is left stays noted, and is in the way of nothing but a move of its disk.
-    what.copying = what.copying.take().filter(|copying| !copying.remove(&what));
+    if let Some(copying) = what.copying.take() {
+        if let Some(left) = copying.out_of_reach() {
+            what.left.extend(left);
+        } else if !copying.remove(&what) {
+            // It stays noted, and until it can be removed no other disk of the VM moves.
+            what.copying = Some(copying);
+        }
+    }
     remove_left(&mut what);
     save(paths, &what)
 }
@@ -68,9 +74,9 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
 
 /// What the record of an earlier QEMU says that counts for the next one's, too.
 pub(super) struct Kept {
-    /// Former images that could not be removed,
+    /// Former images that could not be removed.
     pub left: Vec<Left>,
-    /// and one that is not whole.
+    /// An image that is not whole and could not be removed.
     pub copying: Option<Copying>,
     pub known: Vec<KnownImage>,
 }
@@ -93,7 +99,8 @@ pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
     }
 }
 
-fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
+/// What is written of a VM with something left of moves.
+pub(super) fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
     let what: Option<ServedDisks> = load_json(&paths.disks()).map_err(|error| error.to_string())?;
     Ok(what.filter(|what| what.copying.is_some() || !what.left.is_empty()))
 }
@@ -134,7 +141,21 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
 }
 
 impl Copying {
-    pub(super) fn is_left(&self) -> String {
+    /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
+    fn out_of_reach(&self) -> Option<[Left; 2]> {
+        let image = self.image?;
+        if is_place_there(Path::new(&self.path), image.0) {
+            return None;
+        }
+        Some([&self.beside, &self.path].map(|path| Left {
+            disk: String::new(),
+            path: path.clone(),
+            image,
+            followed: true,
+        }))
+    }
+
+    pub(super) fn why_not_moved(&self) -> String {
         format!(
             "an image that is not whole is left at {} or {}: it is removed before the next move or start",
             self.beside, self.path

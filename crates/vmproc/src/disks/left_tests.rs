@@ -226,3 +226,31 @@ fn an_image_that_is_not_whole_and_cannot_be_removed_stays_noted() {
     dead.settled();
     assert_eq!(dead.written().copying, None);
 }
+
+#[test]
+fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_moving() {
+    let mut dead = Dead::with(&["old"], |dead, what| {
+        // As after a power cut, when the directory is there and its file system is not.
+        let (device, inode) = dead.identity("old");
+        let elsewhere = (device + 1, inode + 1);
+        what.copying = Some(Copying {
+            image: Some(elsewhere),
+            ..dead.copying(None)
+        });
+        what.left = vec![Left {
+            image: elsewhere,
+            followed: true,
+            ..dead.left("former")
+        }];
+    });
+    dead.settled();
+    let written = dead.written();
+    assert_eq!(written.copying, None);
+    let noted: Vec<&str> = written.left.iter().map(|left| left.path.as_str()).collect();
+    let expected = ["former", "new.moving-1", "new"].map(|name| dead.path(name));
+    assert_eq!(noted, expected);
+    assert_eq!(kept(&dead.paths, &dead.spec.disks).left, written.left);
+    // Also once the VM is elsewhere.
+    super::super::images::leave(&dead.paths, &godwit_types::MigrationId::new("m-1").unwrap());
+    assert_eq!(dead.written().left, written.left);
+}
