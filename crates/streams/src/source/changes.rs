@@ -95,8 +95,8 @@ struct Lane {
     /// By the number of records that had left with it, ascending.
     sent: Arc<Mutex<VecDeque<(u64, Sent)>>>,
     meter: Arc<Meter>,
-    /// How long the destination has written what came on it, as far as it tells.
-    writing: Duration,
+    /// How long the destination has written what came on it, once it has told.
+    writing: Option<Duration>,
     closer: Closer,
     /// Gives back what it has not sent.
     thread: JoinHandle<Vec<Sent>>,
@@ -141,12 +141,12 @@ impl Changes {
         self.0.heard_ms.store(self.0.now_ms(), Ordering::Relaxed);
     }
 
-    /// How long each channel of the present set has written at the destination, on average; zero where that is not told.
-    pub fn writing(&self) -> Duration {
+    /// How long each channel of the present set has written at the destination, on average; nothing where that is not told.
+    pub fn writing(&self) -> Option<Duration> {
         let state = self.0.lock();
-        let count = u32::try_from(state.lanes.len()).unwrap_or(u32::MAX);
-        let all: Duration = state.lanes.iter().map(|lane| lane.writing).sum();
-        all.checked_div(count).unwrap_or_default()
+        let count = u32::try_from(state.lanes.len()).ok()?;
+        let all: Option<Duration> = state.lanes.iter().map(|lane| lane.writing).sum();
+        all?.checked_div(count)
     }
 
     /// The destination has carried out what came in so many records of a channel of this connection set, and has written for so
@@ -165,7 +165,7 @@ impl Changes {
         let Some(lane) = state.lanes.get_mut(channel as usize) else {
             return;
         };
-        lane.writing = writing.map_or(lane.writing, |writing| writing.max(lane.writing));
+        lane.writing = lane.writing.max(writing);
         let mut done = Vec::new();
         {
             let mut sent = lock(&lane.sent);
@@ -382,7 +382,7 @@ impl Lane {
             waiting,
             sent,
             meter,
-            writing: Duration::ZERO,
+            writing: None,
             closer,
             thread,
         })

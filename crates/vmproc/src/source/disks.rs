@@ -17,8 +17,27 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A destination whose channels write for so much of the time is the limit of a copying that waits for it; else the link is.
 const WRITING_SHARE: f64 = 0.5;
 
-/// When the copying over these channels began, what was left then, and how long they had written.
-type Began = (Instant, u64, Duration);
+/// The copying over one set of channels.
+#[derive(Debug, Clone, Copy)]
+struct Began {
+    at: Instant,
+    /// Bytes that were left then.
+    left: u64,
+    /// How long the destination's channels had written then.
+    writing: Option<Duration>,
+}
+
+impl Began {
+    fn seconds(&self) -> f64 {
+        self.at.elapsed().as_secs_f64()
+    }
+
+    /// For how much of the time since then the channels have written, by what they have by now; nothing where the destination does not tell.
+    fn writing_share(&self, writing: Option<Duration>) -> Option<f64> {
+        let since = writing?.saturating_sub(self.writing.unwrap_or_default());
+        Some(since.as_secs_f64() / self.seconds().max(1e-3))
+    }
+}
 
 /// The planted fault: nobody looks whether the two hosts' images are equal.
 const UNSYNCHRONISED: &str = "unsynchronised-switch";
@@ -52,13 +71,18 @@ impl SourceDriver {
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
             }
-            let (left, synchronised) = (disks.left_bytes(), are_equal(disks));
+            // What is left is looked at last: of disks that are equal nothing is.
+            let synchronised = are_equal(disks);
+            let left = disks.left_bytes();
             // Holes are known to the disks' threads by now.
             let writing = disks.changes.writing();
-            let began = *begun.get_or_insert_with(|| (Instant::now(), left, writing));
-            let seconds = began.0.elapsed().as_secs_f64();
-            let share = writing.saturating_sub(began.2).as_secs_f64() / seconds.max(1e-3);
-            let limit = disks.waits().map(|waits| limited_by(waits, share));
+            let began = *begun.get_or_insert_with(|| Began {
+                at: Instant::now(),
+                left,
+                writing,
+            });
+            let share = began.writing_share(writing);
+            let limit = disks.waits().and_then(|waits| limited_by(waits, share));
             self.show_disks(began, left, limit);
             self.show_sent(set);
             if left < least {
@@ -78,9 +102,9 @@ impl SourceDriver {
     }
 
     /// How much is left, and when disks and memory will be there.
-    fn show_disks(&self, (began, before, _): Began, left: u64, limit: Option<LimitedBy>) {
-        let copied = before.saturating_sub(left) as f64;
-        let seconds = began.elapsed().as_secs_f64();
+    fn show_disks(&self, began: Began, left: u64, limit: Option<LimitedBy>) {
+        let copied = began.left.saturating_sub(left) as f64;
+        let seconds = began.seconds();
         let memory = (self.dirty.count() * godwit_migrate::account::PAGE_BYTES) as f64;
         let eta_s = (copied > 0.0).then(|| (left as f64 + memory) * seconds / copied);
         self.parts.report.update(|report| {
@@ -118,13 +142,14 @@ impl SourceDriver {
     }
 }
 
-/// What limits a copying that waits for this, while the destination's channels write for such a share of the time.
-fn limited_by(waits: Waits, writing: f64) -> LimitedBy {
+/// What limits a copying that waits for this, while the destination's channels write for such a share of the time; nothing where that would
+/// have to be known, and is not told.
+fn limited_by(waits: Waits, writing: Option<f64>) -> Option<LimitedBy> {
     match waits {
-        Waits::Cap => LimitedBy::Cap,
-        Waits::Reads => LimitedBy::SourceDisk,
-        Waits::Writes if writing >= WRITING_SHARE => LimitedBy::DestinationDisk,
-        Waits::Writes => LimitedBy::Link,
+        Waits::Cap => Some(LimitedBy::Cap),
+        Waits::Reads => Some(LimitedBy::SourceDisk),
+        Waits::Writes if writing? >= WRITING_SHARE => Some(LimitedBy::DestinationDisk),
+        Waits::Writes => Some(LimitedBy::Link),
     }
 }
 
@@ -134,11 +159,14 @@ mod tests {
 
     #[test]
     fn a_copying_that_waits_for_the_destination_is_limited_by_its_disk_only_where_that_is_busy() {
-        assert_eq!(limited_by(Waits::Writes, 0.9), LimitedBy::DestinationDisk);
-        assert_eq!(limited_by(Waits::Writes, 0.1), LimitedBy::Link);
-        for writing in [0.1, 0.9] {
-            assert_eq!(limited_by(Waits::Reads, writing), LimitedBy::SourceDisk);
-            assert_eq!(limited_by(Waits::Cap, writing), LimitedBy::Cap);
+        let of = |writing| limited_by(Waits::Writes, writing);
+        assert_eq!(of(Some(0.9)), Some(LimitedBy::DestinationDisk));
+        assert_eq!(of(Some(0.1)), Some(LimitedBy::Link));
+        assert_eq!(of(None), None, "an older destination does not tell");
+        for writing in [None, Some(0.9)] {
+            let source = limited_by(Waits::Reads, writing);
+            assert_eq!(source, Some(LimitedBy::SourceDisk));
+            assert_eq!(limited_by(Waits::Cap, writing), Some(LimitedBy::Cap));
         }
     }
 }
