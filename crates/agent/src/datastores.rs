@@ -1,7 +1,7 @@
 //! Datastores of this host, and the places in them that disks move to while their guest runs.
 //!
 //! Owns nothing: a datastore is a directory that the configuration names. Refuses: one that is not there, that cannot be written
-//! or has too little room, a disk that is in it already, and a place where a file is; a dry run lists all of that.
+//! or has too little room, a disk that is in it already, and a place where a file is; a dry run lists all of that which it can tell at once.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::reserved_path;
@@ -89,24 +89,21 @@ pub(crate) fn places(
     Ok(Found { places, refusals })
 }
 
-/// How long each takes at the speed at which disks of this VM were moved to that datastore last, if one was.
+/// How long each takes at the speed of the last move between the same places that no cap held up, if there was one; never faster than the
+/// cap that is wished for now.
 fn estimate(planned: &mut [DiskMove], past: &[DiskMove], wish: &MoveDisks) {
     let directory = |path: &str| Path::new(path).parent().map(Path::to_owned);
-    let cap = wish.max_bandwidth_mbit_per_s;
-    let cap = cap.map(bytes_per_s);
+    let ends = |disk: &DiskMove| (directory(&disk.from), directory(&disk.to));
+    let cap = wish.max_bandwidth_mbit_per_s.map(bytes_per_s);
     for disk in planned {
-        let like = |past: &&DiskMove| {
-            let ends = |disk: &DiskMove| (directory(&disk.from), directory(&disk.to));
-            past.state == DiskMoveState::Moved && ends(past) == ends(disk)
-        };
-        let speed = past.iter().find(like).and_then(|past| {
-            let seconds = past.seconds.filter(|seconds| *seconds > 0.0)?;
-            // A cap says nothing of the storage.
-            let is_capped = past.limited_by == Some(DiskMoveLimit::Cap);
-            (!is_capped).then_some(past.total_bytes as f64 / seconds)
+        let speed = past.iter().find_map(|past| {
+            let tells = past.state == DiskMoveState::Moved
+                && past.limited_by != Some(DiskMoveLimit::Cap)
+                && ends(past) == ends(disk);
+            let seconds = past.seconds.filter(|seconds| tells && *seconds > 0.0)?;
+            Some(past.total_bytes as f64 / seconds).filter(|speed| *speed > 0.0)
         });
-        let speeds = speed.into_iter().chain(cap);
-        let speed = speeds.min_by(f64::total_cmp).filter(|speed| *speed > 0.0);
+        let speed = speed.map(|speed| cap.map_or(speed, |cap| speed.min(cap)));
         disk.eta_s = speed.map(|speed| (disk.total_bytes as f64 / speed).ceil() as u64);
     }
 }

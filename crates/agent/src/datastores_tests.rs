@@ -189,8 +189,10 @@ fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_or_from_t
     assert_eq!(eta(&[], None), None, "nothing is known");
     assert_eq!(eta(std::slice::from_ref(&own), None), Some(10));
     assert_eq!(eta(std::slice::from_ref(&own), Some(429)), Some(21));
-    assert_eq!(eta(&[own], Some(80_000)), Some(10));
-    assert_eq!(eta(&[], Some(859)), Some(10));
+    assert_eq!(eta(std::slice::from_ref(&own), Some(80_000)), Some(10));
+    assert_eq!(eta(&[], Some(859)), None, "a cap is no estimate");
+    let capped = moved("/slow/web-data.raw", 90.0, DiskMoveLimit::Cap);
+    assert_eq!(eta(&[capped, own], None), Some(10));
     for other in [
         moved("/elsewhere/web-data.raw", 10.0, DiskMoveLimit::SourceDisk),
         moved("/slow/web-data.raw", 10.0, DiskMoveLimit::Cap),

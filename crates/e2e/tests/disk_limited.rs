@@ -42,7 +42,8 @@ fn reads_and_writes(host: &Host) -> Result<u64> {
 
 /// However slow the machine is: so many requests take their time.
 fn is_limited(host: &Host) -> Result<()> {
-    let (from, began) = (reads_and_writes(host)?, Instant::now());
+    let began = Instant::now();
+    let from = reads_and_writes(host)?;
     while reads_and_writes(host)? < from + SAMPLE {
         ensure!(began.elapsed() < LONG, "it does nothing");
         std::thread::sleep(LOOK_EVERY);

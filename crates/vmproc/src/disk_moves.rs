@@ -24,7 +24,7 @@ impl Vm {
         Ok(VmAnswer::DiskMoves(begun))
     }
 
-    /// What would be refused is; else nothing has changed.
+    /// Refuses what [`Self::move_disks`] would refuse, and begins nothing.
     pub(crate) fn plan_disk_moves(&self, places: &[DiskPlace]) -> Reply {
         let planned = self.may_move_disks()?.disks.plan_in_place(places)?;
         Ok(VmAnswer::DiskMoves(planned))

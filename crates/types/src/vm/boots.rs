@@ -53,7 +53,7 @@ impl VmSpec {
         self.kernel().into_iter().chain(self.initramfs.as_deref())
     }
 
-    /// Refuses a VM without a kernel, with UEFI, or with limits or another choice for its disks, on hardware that has none of that.
+    /// Refuses what hardware version 1 does not have: boot without a kernel, UEFI, and disks with limits or with `on_full = "error"`.
     pub fn check_boots(&self) -> Result<(), InvalidVm> {
         self.check_served()?;
         let what = match (self.firmware, self.kernel()) {

@@ -85,7 +85,7 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
         let now = moves.disks.iter().filter(is_on);
         for disk in now.chain(&moves.past) {
             let began = disk.began_unix_s.map(|at| format!("{}  ", moment(at)));
-            let line = format!("{}{}", began.unwrap_or_default(), sentence(vm, disk));
+            let line = format!("{}{}", began.unwrap_or_default(), listed(disk));
             output.line(plain::sentence(&line));
         }
         if !moves.disks.iter().any(|disk| is_on(&disk)) && moves.past.is_empty() {
@@ -147,7 +147,7 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
         DiskMoveState::Planned => {
             let eta = match disk.eta_s {
                 Some(eta) => format!("about {}", seconds(eta as f64)),
-                None => "no estimate, since none was moved there before".to_owned(),
+                None => "no estimate, which an earlier move between these places without a cap would give".to_owned(),
             };
             format!(
                 "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}",
@@ -156,6 +156,26 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
         }
         DiskMoveState::Waiting | DiskMoveState::Copying => {
             format!("disk '{name}' of VM '{vm}' is on its way to {to}")
+        }
+    }
+}
+
+/// A move in a list, whatever became of the disk since.
+fn listed(disk: &DiskMove) -> String {
+    let (name, from, to) = (&disk.disk, &disk.from, &disk.to);
+    let way = format!("disk '{name}' from {from} to {to}");
+    match disk.state {
+        DiskMoveState::Moved => format!("{way}{}", took(disk)),
+        DiskMoveState::Failed => {
+            let why = disk
+                .why
+                .as_deref()
+                .unwrap_or("see the log of its VM process");
+            format!("{way}: not moved: {why}")
+        }
+        DiskMoveState::Cancelled => format!("{way}: called off"),
+        DiskMoveState::Planned | DiskMoveState::Waiting | DiskMoveState::Copying => {
+            format!("{way}: under way")
         }
     }
 }
