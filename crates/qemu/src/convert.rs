@@ -5,17 +5,18 @@
 //! two open files. Owns that process while it runs. Refuses: a host without `qemu-img`.
 
 use crate::make_disk::Progress;
-use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{Resource, Rlimit, Signal, set_parent_process_death_signal, setrlimit};
 use rustix::thread::set_no_new_privs;
 use serde_json::json;
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 const PROGRAM: &str = "/usr/bin/qemu-img";
 /// Memory that it may have, bytes.
@@ -23,9 +24,14 @@ const MEMORY_MAX: u64 = 2 << 30;
 /// CPU seconds that it may take, and more for each GiB.
 const CPU_S: (u64, u64) = (600, 60);
 /// Longest reason of its own that is passed on, bytes.
-const WORDS_MAX: u64 = 2000;
-/// How often it is looked whether it is to end.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const WORDS_MAX: usize = 2000;
+/// How often it is looked whether it is to end, at least.
+const LOOK_EVERY: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 50_000_000,
+};
+/// Pieces of what it says that are read at once: together as much as a pipe holds.
+const PIECES: usize = 16;
 
 /// Writes `source`, of so many bytes, into `raw`, which is long enough and reads as zeroes.
 pub(crate) fn to_raw(
@@ -41,36 +47,75 @@ pub(crate) fn to_raw(
         ),
         _ => format!("{PROGRAM} cannot be started: {error}"),
     })?;
-    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let status = std::thread::scope(|scope| {
-        scope.spawn(|| stdout.map(|stdout| follow(stdout, progress)));
-        let words = scope.spawn(|| {
-            let mut words = String::new();
-            let read = stderr.map(|stderr| stderr.take(WORDS_MAX).read_to_string(&mut words));
-            drop(read);
-            words
-        });
-        let status = loop {
-            if progress.stop.load(Ordering::Relaxed) {
-                let _ = child.kill();
-            }
-            match child.try_wait() {
-                Ok(None) => std::thread::sleep(LOOK_EVERY),
-                Ok(Some(status)) => break Ok(status),
-                Err(error) => break Err(error),
-            }
-        };
-        (status, words.join().unwrap_or_default())
-    });
-    match status {
-        (Ok(status), _) if status.success() => Ok(()),
-        (Ok(status), words) => {
+    let watched = watch(&mut child, progress);
+    if watched.is_err() {
+        let _ = child.kill();
+    }
+    match watched {
+        Ok((status, _)) if status.success() => Ok(()),
+        Ok((status, words)) => {
             let words = words.trim().escape_debug();
             Err(format!(
                 "qemu-img does not convert the image ({status}): {words}"
             ))
         }
-        (Err(error), _) => Err(format!("qemu-img cannot be waited for: {error}")),
+        Err(error) => Err(format!("qemu-img cannot be waited for: {error}")),
+    }
+}
+
+/// Waits for its end and returns what it said last. The end of its output is not waited for: somebody else may have that open.
+fn watch(child: &mut Child, progress: &Progress) -> io::Result<(ExitStatus, String)> {
+    let mut stdout = Pipe::of(child.stdout.take())?;
+    let mut stderr = Pipe::of(child.stderr.take())?;
+    let (mut line, mut words) = (String::new(), Vec::new());
+    loop {
+        if progress.stop.load(Ordering::Relaxed) {
+            let _ = child.kill();
+        }
+        // Asked before its output is read, so that all of that is.
+        let ended = child.try_wait()?;
+        stdout.read(|piece| follow(piece, &mut line, progress));
+        stderr.read(|piece| {
+            let room = WORDS_MAX.saturating_sub(words.len());
+            words.extend(piece.iter().take(room));
+        });
+        if let Some(status) = ended {
+            return Ok((status, String::from_utf8_lossy(&words).into_owned()));
+        }
+        let open = [&stdout, &stderr].into_iter();
+        let open = open.filter_map(|pipe| pipe.0.as_ref());
+        let mut open: Vec<_> = open.map(|pipe| PollFd::new(pipe, PollFlags::IN)).collect();
+        match poll(&mut open, Some(&LOOK_EVERY)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// What a child says, until there is no more to come.
+struct Pipe(Option<File>);
+
+impl Pipe {
+    fn of(pipe: Option<impl Into<OwnedFd>>) -> io::Result<Self> {
+        let pipe = pipe.map(|pipe| File::from(pipe.into()));
+        if let Some(pipe) = &pipe {
+            fcntl_setfl(pipe, OFlags::NONBLOCK)?;
+        }
+        Ok(Self(pipe))
+    }
+
+    /// What is there now, and no more than a pipe holds, though it be written on and on.
+    fn read(&mut self, mut take: impl FnMut(&[u8])) {
+        let mut piece = [0; 4096];
+        for _ in 0..PIECES {
+            let Some(pipe) = &mut self.0 else { return };
+            match pipe.read(&mut piece) {
+                Ok(length @ 1..) => take(piece.get(..length).unwrap_or_default()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                _ => self.0 = None,
+            }
+        }
     }
 }
 
@@ -128,26 +173,16 @@ fn confine(files: [i32; 2], longest: u64, seconds: u64) -> io::Result<()> {
 }
 
 /// It says `(12.34/100%)` again and again.
-fn follow(mut stdout: impl io::Read, progress: &Progress) {
-    let (mut piece, mut line) = ([0; 256], String::new());
-    while let Ok(length @ 1..) = stdout.read(&mut piece) {
-        line.push_str(&String::from_utf8_lossy(
-            piece.get(..length).unwrap_or_default(),
-        ));
-        if let Some(percent) = percent(&line) {
-            let total = progress.total.load(Ordering::Relaxed) as f64;
-            progress
-                .done
-                .store((total * percent / 100.0) as u64, Ordering::Relaxed);
-        }
-        let keep = line.rfind('\r').unwrap_or(0);
-        line = line
-            .get(keep..)
-            .unwrap_or_default()
-            .chars()
-            .take(64)
-            .collect();
+fn follow(piece: &[u8], line: &mut String, progress: &Progress) {
+    line.push_str(&String::from_utf8_lossy(piece));
+    if let Some(percent) = percent(line) {
+        let total = progress.total.load(Ordering::Relaxed) as f64;
+        let done = (total * percent / 100.0) as u64;
+        progress.done.store(done, Ordering::Relaxed);
     }
+    let keep = line.rfind('\r').unwrap_or(0);
+    let rest = line.get(keep..).unwrap_or_default();
+    *line = rest.chars().take(64).collect();
 }
 
 fn percent(line: &str) -> Option<f64> {
@@ -170,5 +205,23 @@ mod tests {
         for nonsense in ["", "(x/100%)", "(-1/100%)", "(1e9/100%)", "/100%"] {
             assert_eq!(percent(nonsense), None, "{nonsense}");
         }
+    }
+
+    #[test]
+    fn the_end_of_what_it_says_is_not_waited_for_while_another_process_has_that_open() {
+        let script = "printf '    (12.50/100%%)\\r'; sleep 300 & echo $! >&2; exit 3";
+        let mut child = Command::new("/bin/sh")
+            .args(["-c", script])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let progress = Progress::default();
+        progress.total.store(1000, Ordering::Relaxed);
+        let (status, words) = watch(&mut child, &progress).unwrap();
+        let left = words.trim().parse().unwrap();
+        let left = rustix::process::Pid::from_raw(left).unwrap();
+        rustix::process::kill_process(left, Signal::KILL).expect("it lives, and has both pipes");
+        assert_eq!((status.code(), progress.done.into_inner()), (Some(3), 125));
     }
 }
