@@ -287,7 +287,9 @@ fn shortened(mut text: String) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_types::disk_activity::DiskActivity;
     use godwit_types::site::{Instance, SiteVm};
+    use godwit_types::vm::DiskSpec;
 
     fn told(table: SiteTable) -> Result<WholeSurvey, NotTaken> {
         let survey = WholeSurvey {
@@ -312,6 +314,27 @@ mod tests {
 
     fn names(count: usize) -> impl Iterator<Item = VmName> {
         (0..count).map(|n| VmName::new(format!("v{n}")).unwrap())
+    }
+
+    #[test]
+    fn what_a_disk_does_is_taken_once_and_of_disks_that_the_vm_has() {
+        let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
+        spec.disks = ["root", "data"]
+            .map(|name| DiskSpec::new(name, format!("/{name}")))
+            .into();
+        let does = |name: &str| DiskActivity {
+            disk: name.into(),
+            ..DiskActivity::default()
+        };
+        let all = ["root", "swap", "root", "data"].map(does);
+        let said = serde_json::json!({
+            "spec": spec, "state": "running", "generation": 1, "claim": {"claim": "no"},
+            "migration": null, "accelerator": null, "vm_process_pid": null, "qemu_pid": null, "note": null,
+            "disks": all,
+        });
+        let said = serde_json::from_value(said).unwrap();
+        let taken = vms(&HostName::new("a").unwrap(), vec![said]).unwrap();
+        assert_eq!(taken[0].disks, ["root", "data"].map(does));
     }
 
     #[test]

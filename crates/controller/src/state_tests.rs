@@ -4,6 +4,7 @@ use super::shown::unheard_info;
 use super::*;
 use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
+use godwit_types::disk_activity::{DiskActivity, DiskWork};
 use godwit_types::site::{Claim, SiteHost, SiteTable};
 use godwit_types::vm::Accelerator;
 use std::collections::BTreeMap;
@@ -245,6 +246,33 @@ fn what_ends_a_doubt_is_said_by_the_controller_alone() {
     let note = state.vm_view(&web(), 0).unwrap().note.unwrap();
     assert!(note.contains("--run-on a --confirm-fenced b"), "{note}");
     assert!(!note.contains("--run-on x"), "{note}");
+}
+
+#[test]
+fn what_disks_do_just_now_is_shown_and_is_no_news() {
+    let mut state = state();
+    let busy = |reads| {
+        let mut said = says(VmState::Running, 3, holds(3));
+        said[0].disks = vec![DiskActivity {
+            disk: "root".into(),
+            reads: DiskWork {
+                requests: reads,
+                ..DiskWork::default()
+            },
+            ..DiskActivity::default()
+        }];
+        said
+    };
+    let is_news = |observed: &Observed| {
+        let of = |change: &Change| matches!(change, Change::State(_));
+        observed.changes.iter().any(of)
+    };
+    assert!(is_news(&hear(&mut state, "a", busy(1))));
+    assert!(!is_news(&hear(&mut state, "a", busy(2))));
+    let shown = state.vm_view(&web(), 0).unwrap();
+    assert_eq!(shown.disks[0].reads.requests, 2);
+    let paused = hear(&mut state, "a", says(VmState::Paused, 3, holds(3)));
+    assert!(is_news(&paused));
 }
 
 #[test]
