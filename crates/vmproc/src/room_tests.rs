@@ -79,10 +79,13 @@ fn a_guest_that_cannot_go_on_though_there_is_room_waits_again() {
 fn a_guest_whose_hypervisor_does_not_let_it_go_on_waits_again() {
     let (_site, qemu, mut vm) = waiting();
     let first = wait(&mut vm);
-    qemu.refuses(Some("cont"));
-    vm.cont_wait = std::time::Duration::ZERO;
+    // It answers once nobody waits for that any more.
+    qemu.hangs_at(Some("cont"));
+    vm.cont_wait = std::time::Duration::from_millis(50);
     vm.may_have_room(first);
     assert_eq!(shown(&vm).state, VmState::Unreachable);
+    qemu.refuses(Some("cont"));
+    qemu.hangs_at(None);
     look(&mut vm);
     assert!(waits(&vm), "{:?}", shown(&vm));
     assert!(qemu.asked("cont") > 0);
