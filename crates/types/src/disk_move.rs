@@ -132,10 +132,16 @@ impl DiskMove {
     }
 }
 
+impl DiskMove {
+    /// Whether it has begun and is not at its end.
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.state, DiskMoveState::Waiting | DiskMoveState::Copying)
+    }
+}
+
 impl DiskMoves {
     /// Whether one of them is not at its end.
     pub fn are_under_way(&self) -> bool {
-        let mut states = self.disks.iter().map(|disk| disk.state);
-        states.any(|state| matches!(state, DiskMoveState::Waiting | DiskMoveState::Copying))
+        self.disks.iter().any(DiskMove::is_under_way)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) use history::past_moves;
 pub(crate) use images::{leave, put_aside, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
-pub(crate) use resize::AtRest;
+pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
 

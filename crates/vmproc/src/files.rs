@@ -6,7 +6,8 @@
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
 use godwit_types::host_api::{
-    DISK_MOVES_FILE, DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, UEFI_SIZES_FILE, VmProcessConfig,
+    DISK_MOVES_FILE, DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, SPEC_FILE, UEFI_SIZES_FILE,
+    VmProcessConfig,
 };
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
@@ -109,6 +110,10 @@ impl Paths {
     /// Which images the newest QEMU was started with.
     pub(crate) fn disks(&self) -> PathBuf {
         self.state.join(DISKS_FILE)
+    }
+
+    pub(crate) fn spec(&self) -> PathBuf {
+        self.state.join(SPEC_FILE)
     }
 
     /// Disks that were moved on this host.

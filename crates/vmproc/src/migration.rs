@@ -25,7 +25,7 @@ use godwit_store::save_json;
 use godwit_streams::destination::{Arrivals, Memory, empty};
 use godwit_streams::source::routes;
 use godwit_streams::{ControlSlot, cores};
-use godwit_types::host_api::{IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer};
+use godwit_types::host_api::{IncomingReady, PrepareIncoming, VmAnswer};
 use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
     Side,
@@ -118,7 +118,7 @@ impl Vm {
         let migration = &request.migration;
         let mut spec = request.spec.clone();
         spec.accelerator = request.accelerator;
-        save_json(&self.paths.state.join(SPEC_FILE), &spec).map_err(internal)?;
+        save_json(&self.paths.spec(), &spec).map_err(internal)?;
         self.spec = Some(spec);
         self.keep_note(migration, Side::Destination)?;
         let secret = Arc::new(wire_spec(migration)?);

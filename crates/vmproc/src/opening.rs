@@ -25,7 +25,7 @@ use godwit_qemu::machine::RunState;
 use godwit_qemu::rate::Rate;
 use godwit_store::{StoreError, VmStore, load_json};
 use godwit_types::Generation;
-use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
+use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmProcessConfig};
 use godwit_types::vm::VmSpec;
 use std::collections::VecDeque;
 use std::path::Path;
@@ -75,7 +75,7 @@ impl Seat {
             .load()?
             .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
         Ok(Self {
-            spec: if_whole(load_json(&paths.state.join(SPEC_FILE)))?,
+            spec: if_whole(load_json(&paths.spec()))?,
             note: if_whole(load_json(&paths.state.join(NOTE_FILE)))?,
             config,
             paths,

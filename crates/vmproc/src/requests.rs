@@ -12,7 +12,7 @@ use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
 use godwit_store::save_json;
-use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmStatus};
+use godwit_types::host_api::{HostVm, VmAnswer, VmStatus};
 use godwit_types::site::{GiftOvertaken, RecordAnswer};
 use godwit_types::version::Build;
 use godwit_types::vm::{Accelerator, VmState};
@@ -314,7 +314,7 @@ impl Vm {
             std::fs::create_dir_all(&self.paths.state).map_err(internal)?;
             self.store.persist(&record).map_err(internal)?;
             if let Some(spec) = &self.spec {
-                save_json(&self.paths.state.join(SPEC_FILE), spec).map_err(internal)?;
+                save_json(&self.paths.spec(), spec).map_err(internal)?;
             }
             if let Some(hyper) = &self.hyper {
                 hyper.disks.keep()?;

@@ -10,7 +10,7 @@ use crate::input::Input;
 use crate::vm::Vm;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::VmAnswer;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, Generation};
 use std::sync::mpsc::SyncSender;
 
 /// Ends with what a person is to hear.
@@ -44,12 +44,9 @@ impl Vm {
         self.refuse_while_disks_move()?;
         wish.check()
             .map_err(|error| error.on_host(&self.config.host))?;
+        let generation = self.must_hold()?;
         let refused = |message: String| ApiError::new(ErrorCode::WrongState, message);
         let (vm, host) = (&self.config.vm, &self.config.host);
-        let held = self.core.record().power().and(self.core.record().may_run());
-        let generation = held.ok_or_else(|| {
-            refused(format!("VM '{vm}' is not held by host '{host}' now")).on_host(host)
-        })?;
         if let Some(hyper) = &self.hyper {
             if self.spec.as_ref().is_some_and(|spec| !spec.serves_disks()) {
                 return Err(refused(format!(
@@ -69,6 +66,16 @@ impl Vm {
             generation,
         };
         Ok(Box::new(move || at_rest.resize(&wish)))
+    }
+
+    /// The generation under which this host holds the VM, whether or not that is on.
+    pub(crate) fn must_hold(&self) -> Result<Generation, ApiError> {
+        let record = self.core.record();
+        record.power().and(record.may_run()).ok_or_else(|| {
+            let (vm, host) = (&self.config.vm, &self.config.host);
+            let message = format!("VM '{vm}' is not held by host '{host}' now");
+            ApiError::new(ErrorCode::WrongState, message).on_host(host)
+        })
     }
 
     /// One that starts or moves would begin with a disk that is about to be another.

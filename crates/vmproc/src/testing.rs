@@ -9,7 +9,7 @@ use crate::vm::Vm;
 use godwit_guestmem::{Owner, RamFile};
 use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
-use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
 };
@@ -157,7 +157,7 @@ impl Site {
             std::fs::create_dir_all(dir.path().join(name)).unwrap();
         }
         let paths = Paths::of(&config);
-        save_json(&paths.state.join(SPEC_FILE), &spec_of_web()).unwrap();
+        save_json(&paths.spec(), &spec_of_web()).unwrap();
         Self {
             _dir: dir,
             config,

@@ -75,14 +75,18 @@ impl Disks {
         changed: impl Fn() + Send + 'static,
     ) -> Result<DiskMoves, ApiError> {
         let served = &self.0;
-        served.may_begin()?;
         let what = served.what();
-        let begun = places.iter().map(|place| served.begun(&what, place));
-        let mut begun: Vec<DiskMove> = begun.collect::<Result<_, _>>()?;
-        for disk in &mut begun {
-            disk.state = DiskMoveState::Waiting;
-        }
-        lock(&served.moves.disks).clone_from(&begun);
+        let mut disks = lock(&served.moves.disks);
+        served.may_begin(&disks)?;
+        let begun = places.iter().map(|place| {
+            Ok(DiskMove {
+                state: DiskMoveState::Waiting,
+                ..served.planned(&what, place)?
+            })
+        });
+        let begun: Vec<DiskMove> = begun.collect::<Result<_, ApiError>>()?;
+        disks.clone_from(&begun);
+        drop(disks);
         served.moves.is_cancelled.store(false, Ordering::SeqCst);
         let begun = DiskMoves {
             disks: begun,
@@ -101,9 +105,9 @@ impl Disks {
     /// What [`Self::move_in_place`] would begin, or why it would not.
     pub(crate) fn plan_in_place(&self, places: &[DiskPlace]) -> Result<DiskMoves, ApiError> {
         let served = &self.0;
-        served.may_begin()?;
+        served.may_begin(&lock(&served.moves.disks))?;
         let what = served.what();
-        let planned = places.iter().map(|place| served.begun(&what, place));
+        let planned = places.iter().map(|place| served.planned(&what, place));
         Ok(DiskMoves {
             disks: planned.collect::<Result<_, _>>()?,
             past: lock(&served.moves.past).clone(),
@@ -166,7 +170,7 @@ impl Served {
         ApiError::new(ErrorCode::WrongState, message).on_host(host)
     }
 
-    fn begun(&self, what: &ServedDisks, place: &DiskPlace) -> Result<DiskMove, ApiError> {
+    fn planned(&self, what: &ServedDisks, place: &DiskPlace) -> Result<DiskMove, ApiError> {
         let name = &place.disk;
         let spec = what.disks.iter().find(|disk| disk.name == *name);
         let spec = spec.ok_or_else(|| {
@@ -183,12 +187,9 @@ impl Served {
         Ok(DiskMove::planned(name, &spec.path, &place.path))
     }
 
-    fn may_begin(&self) -> Result<(), ApiError> {
-        let moving = DiskMoves {
-            disks: lock(&self.moves.disks).clone(),
-            ..DiskMoves::default()
-        };
-        if moving.are_under_way() {
+    /// Refuses while some of these are under way, and where the guest may not run.
+    fn may_begin(&self, moves: &[DiskMove]) -> Result<(), ApiError> {
+        if moves.iter().any(DiskMove::is_under_way) {
             return Err(
                 self.not_so("its disks are being moved already: wait for that, or call it off")
             );
@@ -386,7 +387,7 @@ impl Served {
         let bytes = disk.measure()?;
         let image = self.make_second(going, bytes)?;
         let cap = going.place.max_bandwidth_mbit_per_s;
-        let cap = cap.map(|mbit| bytes_per_s(mbit.max(1)));
+        let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
         let second = SecondImage::of(&image, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);

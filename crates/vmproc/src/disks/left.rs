@@ -10,7 +10,6 @@ use crate::files::Paths;
 use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::SPEC_FILE;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -123,8 +122,7 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
         }
     }
     if *spec != before {
-        let file = paths.state.join(SPEC_FILE);
-        save_json(&file, spec).map_err(|error| error.to_string())?;
+        save_json(&paths.spec(), spec).map_err(|error| error.to_string())?;
         reached("disk-move.followed");
     }
     Ok(())

@@ -126,9 +126,7 @@ fn a_disk_that_is_elsewhere_is_followed_and_its_former_image_removed() {
     assert_eq!(dead.settled(), (vec!["new".to_owned()], new.clone()));
     assert!(dead.spec.disks[0].shared);
     assert_eq!(dead.written().left, []);
-    let described: VmSpec = load_json(&dead.paths.state.join(SPEC_FILE))
-        .unwrap()
-        .unwrap();
+    let described: VmSpec = load_json(&dead.paths.spec()).unwrap().unwrap();
     assert_eq!(described.disks[0].path, new);
 }
 

@@ -36,7 +36,7 @@ impl Disks {
         let what = served.what();
         let mut all = what.disks.iter().enumerate();
         let found = all.find(|(_, disk)| disk.name == wish.disk);
-        let (index, spec) = found.ok_or_else(|| has_none(&served.config, &wish.disk))?;
+        let (index, spec) = found.ok_or_else(|| has_no_disk(&served.config, &wish.disk))?;
         let refused = |why: &dyn Display| served.refused(spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
         let disk = served.disk(index).map_err(|why| refused(&why))?;
@@ -89,7 +89,7 @@ impl AtRest {
     pub(crate) fn resize(&self, wish: &ResizeDisk) -> Result<String, ApiError> {
         let mut disks = self.spec.disks.iter();
         let spec = disks.find(|disk| disk.name == wish.disk);
-        let spec = spec.ok_or_else(|| has_none(&self.config, &wish.disk))?;
+        let spec = spec.ok_or_else(|| has_no_disk(&self.config, &wish.disk))?;
         let refused = |why: &dyn Display| refused(&self.config, spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
         let file = open_file(&self.config, spec, self.owner())?;
@@ -157,7 +157,8 @@ impl AtRest {
     }
 }
 
-fn has_none(config: &VmProcessConfig, disk: &str) -> ApiError {
+/// Says that a VM has no disk of that name.
+pub(crate) fn has_no_disk(config: &VmProcessConfig, disk: &str) -> ApiError {
     let message = format!("VM '{}' has no disk '{disk}'", config.vm);
     ApiError::new(ErrorCode::InvalidRequest, message).on_host(&config.host)
 }

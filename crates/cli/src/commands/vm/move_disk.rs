@@ -79,16 +79,13 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
     let client = controller(global)?;
     let moves = client.disk_moves(vm).await.map_err(failure)?;
     output.show(&moves, |output, moves| {
-        let is_on = |disk: &&DiskMove| {
-            matches!(disk.state, DiskMoveState::Waiting | DiskMoveState::Copying)
-        };
-        let now = moves.disks.iter().filter(is_on);
+        let now = moves.disks.iter().filter(|disk| disk.is_under_way());
         for disk in now.chain(&moves.past) {
             let began = disk.began_unix_s.map(|at| format!("{}  ", moment(at)));
             let line = format!("{}{}", began.unwrap_or_default(), listed(disk));
             output.line(plain::sentence(&line));
         }
-        if !moves.disks.iter().any(|disk| is_on(&disk)) && moves.past.is_empty() {
+        if !moves.are_under_way() && moves.past.is_empty() {
             output.line(format!("no disk of VM '{vm}' was moved on its host"));
         }
     });
