@@ -277,9 +277,15 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
 
     let moved = "/var/tmp/fast/one-root.raw";
     is_planned(&stack, &image, moved)?;
-    for words in [&to_fast[..], &["vm", "move-disk", "one", "--list"]] {
-        let said = ok(words)?;
-        names(&said, &[&format!("disk 'root' of VM 'one' is {moved} now")])?;
+    let way = format!("disk 'root' from {image} to {moved}: 1.0 MiB in ");
+    for (words, told) in [
+        (
+            &to_fast[..],
+            format!("disk 'root' of VM 'one' is {moved} now"),
+        ),
+        (&["vm", "move-disk", "one", "--list"], way),
+    ] {
+        names(&ok(words)?, &[&told])?;
     }
     goes_on(&stack, "one")?;
     ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);

@@ -5,6 +5,7 @@
 use super::move_disks::{host_of, must_stay};
 use crate::app::App;
 use crate::error::{Outcome, refuse, unknown_vm};
+use crate::reconcile::refresh;
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::Done;
 use godwit_types::disk_activity::LimitDisk;
@@ -32,6 +33,14 @@ pub async fn limit_disk(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<D
     let (host, agent) = holder(app, name, "write its limits")?;
     let limited = agent.limit_disk(name, wish).await;
     let limited = limited.map_err(|error| ApiError::from(error).on_host(&host))?;
+    describe_limits(app, name, wish).await?;
+    // What is shown of a VM that is on is its host's word.
+    refresh(app, &host).await;
+    app.tell_vm(name);
+    Ok(limited)
+}
+
+async fn describe_limits(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<()> {
     let _macs = app.macs_turn().await;
     let entry = {
         let mut state = app.state();
@@ -43,8 +52,7 @@ pub async fn limit_disk(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<D
         entry.clone()
     };
     app.store.save_vm(&entry).await?;
-    app.tell_vm(name);
-    Ok(limited)
+    Ok(())
 }
 
 /// The host that may do something to a VM's disks. `instead`: what a person does about a VM that no host has.
