@@ -238,6 +238,15 @@ fn is_planned(stack: &Stack, image: &str, moved: &str) -> Result<()> {
     Ok(std::fs::remove_file(there)?)
 }
 
+/// The command says where the disk is, and the list how it came there.
+fn moves(stack: &Stack, to_fast: &[&str], (image, moved): (&str, &str)) -> Result<()> {
+    let said = stack.ok("controller", to_fast)?;
+    names(&said, &[&format!("disk 'root' of VM 'one' is {moved} now")])?;
+    let listed = stack.ok("controller", &["vm", "move-disk", "one", "--list"])?;
+    let way = format!("disk 'root' from {image} to {moved}: 1.0 MiB in ");
+    names(&listed, &[&way])
+}
+
 #[test]
 fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> {
     let lines = "datastores = { fast = { path = \"/var/tmp/fast\" }, gone = { path = \"/var/tmp/gone\" } }\n";
@@ -277,16 +286,7 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
 
     let moved = "/var/tmp/fast/one-root.raw";
     is_planned(&stack, &image, moved)?;
-    let way = format!("disk 'root' from {image} to {moved}: 1.0 MiB in ");
-    for (words, told) in [
-        (
-            &to_fast[..],
-            format!("disk 'root' of VM 'one' is {moved} now"),
-        ),
-        (&["vm", "move-disk", "one", "--list"], way),
-    ] {
-        names(&ok(words)?, &[&told])?;
-    }
+    moves(&stack, &to_fast, (&image, moved))?;
     goes_on(&stack, "one")?;
     ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);
     stack.until("the former image is gone", SOON, || {
