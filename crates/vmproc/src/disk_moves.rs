@@ -54,7 +54,7 @@ impl Vm {
 
     pub(crate) fn cancel_disk_moves(&mut self) -> Reply {
         match &self.hyper {
-            Some(hyper) if hyper.disks.moves().are_under_way() => {
+            Some(hyper) if hyper.disks.are_moving() => {
                 hyper.disks.cancel_moves();
                 self.done("keeps the disks where they are that are not moved yet")
             }
@@ -68,9 +68,8 @@ impl Vm {
     /// One that begins would begin with disks that are about to be others.
     pub(crate) fn refuse_while_disks_move(&self) -> Result<(), ApiError> {
         self.refuse_while_resizing()?;
-        let hyper = self.hyper.as_ref();
-        let are_elsewhere = hyper.is_some_and(|hyper| hyper.disks.are_elsewhere());
-        if !self.disk_moves().are_under_way() && !are_elsewhere {
+        let disks = self.hyper.as_ref().map(|hyper| &hyper.disks);
+        if !disks.is_some_and(|disks| disks.are_moving() || disks.are_elsewhere()) {
             return Ok(());
         }
         let vm = &self.config.vm;

@@ -125,6 +125,11 @@ impl Disks {
         }
     }
 
+    /// Whether some of them are under way.
+    pub(crate) fn are_moving(&self) -> bool {
+        lock(&self.0.moves.disks).iter().any(DiskMove::is_under_way)
+    }
+
     /// Calls it off: a disk whose images are being changed just now is moved all the same.
     pub(crate) fn cancel_moves(&self) {
         self.0.moves.is_cancelled.store(true, Ordering::SeqCst);
@@ -132,9 +137,10 @@ impl Disks {
 
     /// What a person is to know of it.
     pub(super) fn moves_note(&self) -> Option<String> {
-        let moves = self.moves().disks.into_iter();
-        let mut copied = moves.filter(|disk| disk.state == DiskMoveState::Copying);
-        copied.next().map(|disk| {
+        let moves = lock(&self.0.moves.disks);
+        let mut moves = moves.iter();
+        let copied = moves.find(|disk| disk.state == DiskMoveState::Copying);
+        copied.map(|disk| {
             let (name, to) = (&disk.disk, &disk.to);
             let mib = |bytes: u64| bytes >> 20;
             let (left, total) = (mib(disk.left_bytes), mib(disk.total_bytes));
