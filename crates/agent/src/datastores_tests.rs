@@ -165,7 +165,8 @@ fn a_dry_run_finds_everything_that_stands_in_the_way_and_what_each_disk_holds() 
 }
 
 #[test]
-fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_or_from_the_cap() {
+fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_and_is_no_less_than_the_cap_lets()
+ {
     let of = |from: &str, to: &str| DiskMove {
         total_bytes: 1 << 30,
         ..DiskMove::planned("root", from, to)

@@ -56,11 +56,12 @@ impl Mount {
             .args(["-q", force])
             .arg(device.path())
             .output();
-        let arguments = ["-t", kind].map(std::ffi::OsStr::new);
-        let paths = [device.path(), place];
-        let is_made = made.ok()?.status.success();
-        let mounted = Command::new("mount").args(arguments).args(paths).status();
-        (is_made && mounted.ok()?.success()).then(|| Self {
+        made.ok().filter(|made| made.status.success())?;
+        let mounted = Command::new("mount")
+            .args(["-t", kind])
+            .args([device.path(), place])
+            .status();
+        mounted.ok()?.success().then(|| Self {
             place: place.to_owned(),
             _device: device,
         })

@@ -130,9 +130,7 @@ impl DiskMove {
             limited_by: None,
         }
     }
-}
 
-impl DiskMove {
     /// Whether it has begun and is not at its end.
     pub fn is_under_way(&self) -> bool {
         matches!(self.state, DiskMoveState::Waiting | DiskMoveState::Copying)

@@ -53,9 +53,7 @@ impl Statistics {
     pub fn counts(&self) -> Arc<Counts> {
         Arc::clone(&self.counts)
     }
-}
 
-impl Statistics {
     /// Goes on with the counts of a disk whose thread has ended. Where requests wait for room, one that finds none is counted once
     /// it is done, with all the time that it has waited.
     pub fn going_on(counts: Arc<Counts>, waits_for_room: bool) -> Self {
