@@ -1,10 +1,13 @@
 //! Has `qemu-img` write a qcow2 image out as a raw one, with few rights.
 //!
 //! The image is hostile: its head was judged before ([`crate::qcow2`]), and what its tables hold is left to a process of the common
-//! user, in which this thread is already, without network, new rights or room to grow in memory, in files and in time. It gets
+//! user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
 //! two open files. Owns that process while it runs. Refuses: a host without `qemu-img`.
 
+use crate::launch::be_no_better_than_others;
 use crate::make_disk::Progress;
+use crate::rights::{become_user_for_good, have_own_files};
+use crate::user::User;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
@@ -35,12 +38,12 @@ const PIECES: usize = 16;
 
 /// Writes `source`, of so many bytes, into `raw`, which is long enough and reads as zeroes.
 pub(crate) fn to_raw(
-    source: &File,
-    bytes: u64,
+    source: (&File, u64),
     raw: &File,
+    user: User,
     progress: &Progress,
 ) -> Result<(), String> {
-    let mut command = command(source, bytes, raw).map_err(|error| error.to_string())?;
+    let mut command = command(source, raw, user).map_err(|error| error.to_string())?;
     let mut child = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => format!(
             "a qcow2 image needs {PROGRAM} (package qemu-utils): install it, or give a raw image"
@@ -119,7 +122,7 @@ impl Pipe {
     }
 }
 
-fn command(source: &File, bytes: u64, raw: &File) -> io::Result<Command> {
+fn command((source, bytes): (&File, u64), raw: &File, user: User) -> io::Result<Command> {
     let (from, to) = (source.as_raw_fd(), raw.as_raw_fd());
     // No backing file, whatever the image says.
     let image = json!({
@@ -131,31 +134,44 @@ fn command(source: &File, bytes: u64, raw: &File) -> io::Result<Command> {
     command
         .args(["convert", "-p", "-n", "--target-is-zero", "-O", "raw"])
         .arg(format!("json:{image}"))
-        .arg(format!("/proc/self/fd/{to}"))
+        .arg(format!("/proc/self/fd/{to}"));
+    let bounds = Bounds {
+        longest: raw.metadata()?.len(),
+        seconds: CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30),
+    };
+    confined(&mut command, [from, to], bounds, user);
+    Ok(command)
+}
+
+struct Bounds {
+    /// Bytes of a file, and seconds of the processor.
+    longest: u64,
+    seconds: u64,
+}
+
+fn confined(command: &mut Command, files: [i32; 2], bounds: Bounds, user: User) {
+    command
         .env_clear()
         .env("LANG", "C")
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
-    let longest = raw.metadata()?.len();
-    let seconds = CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30);
     // SAFETY: the closure runs between fork and exec and makes only system calls on values that were made before; it takes no
     // lock and allocates nothing.
-    unsafe { command.pre_exec(move || confine([from, to], longest, seconds)) };
-    Ok(command)
+    unsafe { command.pre_exec(move || confine(files, &bounds, user)) };
 }
 
-/// Between fork and exec: this process may read one file, write the other, and grow no further.
-fn confine(files: [i32; 2], longest: u64, seconds: u64) -> io::Result<()> {
+/// Between fork and exec: this process may read one file, write the other, grow no further, and is the common user for good.
+fn confine(files: [i32; 2], bounds: &Bounds, user: User) -> io::Result<()> {
     for fd in files {
         // SAFETY: the descriptor is open: the parent has it for as long as it waits for the child.
         fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::empty())?;
     }
     for (resource, most) in [
         (Resource::As, MEMORY_MAX),
-        (Resource::Fsize, longest),
-        (Resource::Cpu, seconds),
+        (Resource::Fsize, bounds.longest),
+        (Resource::Cpu, bounds.seconds),
         (Resource::Core, 0),
     ] {
         let most = Some(most);
@@ -167,6 +183,11 @@ fn confine(files: [i32; 2], longest: u64, seconds: u64) -> io::Result<()> {
             },
         )?;
     }
+    // The file for that is root's.
+    have_own_files()?;
+    be_no_better_than_others();
+    become_user_for_good(user.uid, user.gid)?;
+    // A change of user would take it back.
     set_parent_process_death_signal(Some(Signal::KILL))?;
     set_no_new_privs(true)?;
     crate::no_network::refuse_to_this_thread()
@@ -223,5 +244,53 @@ mod tests {
         let left = rustix::process::Pid::from_raw(left).unwrap();
         rustix::process::kill_process(left, Signal::KILL).expect("it lives, and has both pipes");
         assert_eq!((status.code(), progress.done.into_inner()), (Some(3), 125));
+    }
+
+    #[test]
+    fn a_program_that_is_confined_is_the_user_for_good_alone_and_no_better_than_others() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: another user's rights need root");
+        }
+        let user = User {
+            uid: 65_534,
+            gid: 65_533,
+        };
+        // As it may be in the service of a host.
+        let badness = "/proc/self/oom_score_adj";
+        let before = std::fs::read_to_string(badness).unwrap();
+        if std::fs::write(badness, "-300").is_err() {
+            println!("skipped in part: no process is protected from running out of memory here");
+        }
+        let said = crate::rights::as_user(user.uid, user.gid, || {
+            let file = tempfile::tempfile_in("/var/tmp").map_err(|_| Errno::IO)?;
+            let script = "while read line; do echo \"$line\"; done < /proc/self/status
+                read badness < /proc/self/oom_score_adj; echo \"badness: $badness\"
+                (echo it has a child)";
+            let mut command = Command::new("/bin/sh");
+            command.args(["-c", script]);
+            let bounds = Bounds {
+                longest: 0,
+                seconds: 60,
+            };
+            let fd = file.as_raw_fd();
+            confined(&mut command, [fd, fd], bounds, user);
+            command.output().map_err(|_| Errno::IO)
+        });
+        std::fs::write(badness, before.trim()).unwrap();
+        let said = said.expect("it ran");
+        let words = String::from_utf8_lossy(&said.stdout).replace('\t', " ");
+        for line in [
+            "Uid: 65534 65534 65534 65534\n",
+            "Gid: 65533 65533 65533 65533\n",
+            "Groups:\n",
+            "CapPrm: 0000000000000000\n",
+            "CapEff: 0000000000000000\n",
+            "NoNewPrivs: 1\n",
+            "Seccomp: 2\n",
+            "badness: 0\n",
+        ] {
+            assert!(words.contains(line), "{line}: {words}");
+        }
+        assert!(!words.contains("it has a child"), "{words}");
     }
 }

@@ -2,18 +2,18 @@
 //!
 //! QEMU gets the open file, not a path: nothing in a path can reach its option syntax, and the file that was checked is
 //! the file that is used. Who may describe a VM could otherwise read any file of the host through it, since the VM
-//! process is privileged: so the file is opened by a thread that has become QEMU's user. Refuses: files that this user
+//! process is privileged: so the file is opened by a thread that has QEMU's user's rights to files alone ([`crate::rights`]). Refuses: files that this user
 //! may not open (read-only disks: read; others: read and write), everything but regular files and block devices, and what
 //! lies where the host keeps records and guests' memory ([`Reserved`]).
 
 use crate::reserved::Reserved;
+use crate::rights::as_user;
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, SeekFrom, Uid, fcntl_setfl, fstat, linkat,
-    open, renameat_with, seek, statat, unlinkat,
+    AtFlags, FileType, Mode, OFlags, RenameFlags, SeekFrom, fcntl_setfl, fstat, linkat, open,
+    renameat_with, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
-use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -127,22 +127,6 @@ pub fn make_image(
     }
 }
 
-/// Does something with the rights of `uid` and `gid` alone, without supplementary groups.
-pub fn as_user<R: Send>(
-    uid: u32,
-    gid: u32,
-    work: impl FnOnce() -> Result<R, Errno> + Send,
-) -> Result<R, Errno> {
-    std::thread::scope(|scope| {
-        // Rights belong to threads: this one gives its own up for good, and ends.
-        let thread = scope.spawn(|| {
-            become_user(uid, gid)?;
-            work()
-        });
-        thread.join().unwrap_or(Err(Errno::IO))
-    })
-}
-
 /// Opens what lies there only to look at it. It may be anything by now: a link is not followed, and a pipe not waited for.
 pub fn open_to_look(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
@@ -216,16 +200,6 @@ fn identity(metadata: &std::fs::Metadata) -> (u64, u64) {
         true => (metadata.rdev(), 0),
         false => (metadata.dev(), metadata.ino()),
     }
-}
-
-/// Nothing to give up for a process that is this user already.
-pub(crate) fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
-    if rustix::process::geteuid().as_raw() == uid {
-        return Ok(());
-    }
-    set_thread_groups(&[])?;
-    set_thread_gid(Gid::from_raw(gid))?;
-    set_thread_uid(Uid::from_raw(uid))
 }
 
 /// A pipe without a writer must not hold the caller up, so the first open never waits.

@@ -351,7 +351,7 @@ fn become_qemu(
 }
 
 /// What QEMU would inherit is its VM process's, or the agent's. A kernel that refuses leaves it protected.
-fn be_no_better_than_others() {
+pub(crate) fn be_no_better_than_others() {
     let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
     let file = rustix::fs::open(
         c"/proc/self/oom_score_adj",

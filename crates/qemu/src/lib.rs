@@ -32,6 +32,7 @@ pub mod qcow2;
 pub mod qmp;
 pub mod rate;
 pub mod reserved;
+pub mod rights;
 pub mod save_gate;
 pub mod scope;
 pub mod stderr_log;

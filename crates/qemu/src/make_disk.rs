@@ -1,16 +1,17 @@
 //! Makes a disk's raw image, once: a copy of another image, or empty.
 //!
-//! All is done with the rights of the host's common user, on a thread that has become it: a description reaches no file and no
+//! All is done with the rights of the host's common user, on a thread that has these alone ([`crate::rights`]): a description reaches no file and no
 //! directory that this user does not. The image grows under another name beside its own, is made durable, and then gets its name, which
 //! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
 //! image bears whose disk it is until it is first used, so that one that was made just before a kill is known. Refuses: a path where something else
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
-use crate::disk::{become_user, length_and_use, rename_to_free};
+use crate::disk::{length_and_use, rename_to_free};
 use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
+use crate::rights::become_user;
 use crate::user::User;
 use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
@@ -58,13 +59,15 @@ impl Maker<'_> {
     /// Makes it, unless it is there. Why not is a part of a sentence.
     pub fn make(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
         std::thread::scope(|scope| {
-            // Rights belong to threads: this one gives its own up for good, and ends.
+            // Rights belong to threads: this one has them until it ends.
             let work = scope.spawn(|| {
                 let User { uid, gid } = self.user;
                 become_user(uid, gid).map_err(|errno| {
-                    format!("this process cannot become user {uid} of group {gid}: {errno}")
+                    format!(
+                        "this process cannot have the rights of user {uid} of group {gid}: {errno}"
+                    )
                 })?;
-                // Another user's thread has made the whole process readable for that user.
+                // A thread's change of rights has set the whole process back.
                 stay_private().map_err(|error| error.to_string())?;
                 self.make_as_user(disk, progress)
             });
@@ -99,7 +102,7 @@ impl Maker<'_> {
             None => Ok(()),
         };
         let made = has_room
-            .and_then(|()| fill(&fresh, bytes, source.as_ref(), progress))
+            .and_then(|()| fill(&fresh, bytes, source.as_ref(), (self.user, progress)))
             .and_then(|()| {
                 finish(&fresh, &mark).map_err(|error| format!("{path:?} cannot be made: {error}"))
             })
@@ -164,6 +167,7 @@ struct Place {
     dir: File,
     name: OsString,
     fresh: OsString,
+    user: User,
 }
 
 impl Place {
@@ -188,6 +192,7 @@ impl Place {
             dir: File::from(dir),
             name: name.to_owned(),
             fresh,
+            user,
         })
     }
 
@@ -230,7 +235,7 @@ impl Place {
 
     /// A new file beside the image; one that a killed maker left is removed first.
     fn begin(&self, path: &Path) -> Result<File, String> {
-        let failed = |errno: Errno| no_rights(path.parent().unwrap_or(path), Place::user(), errno);
+        let failed = |errno: Errno| no_rights(path.parent().unwrap_or(path), self.user, errno);
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         if let Ok(left) = openat(&self.dir, &self.fresh, flags, Mode::empty()) {
             flock(&left, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
@@ -250,14 +255,6 @@ impl Place {
         let fresh = fresh.map_err(failed)?;
         flock(&fresh, FlockOperation::NonBlockingLockExclusive).map_err(failed)?;
         Ok(File::from(fresh))
-    }
-
-    fn user() -> User {
-        let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
-        User {
-            uid: uid.as_raw(),
-            gid: gid.as_raw(),
-        }
     }
 
     /// Gives the image its name, which nothing else has, and makes that durable.
@@ -399,7 +396,7 @@ fn fill(
     fresh: &File,
     bytes: u64,
     source: Option<&Source>,
-    progress: &Progress,
+    (user, progress): (User, &Progress),
 ) -> Result<(), String> {
     let failed = |error: &io::Error| match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NOSPC | Errno::DQUOT) => {
@@ -414,7 +411,7 @@ fn fill(
         Some(source) if source.format == Format::Raw => {
             copy(source, fresh, progress).map_err(|error| failed(&error))
         }
-        Some(source) => convert::to_raw(&source.file, source.bytes, fresh, progress),
+        Some(source) => convert::to_raw((&source.file, source.bytes), fresh, user, progress),
     }
 }
 

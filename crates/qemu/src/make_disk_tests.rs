@@ -5,6 +5,14 @@ use godwit_testkit::file_system::{Device, Mount};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::PathBuf;
 
+fn own_user() -> User {
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    User {
+        uid: uid.as_raw(),
+        gid: gid.as_raw(),
+    }
+}
+
 struct Here {
     dir: tempfile::TempDir,
     vm: VmName,
@@ -38,7 +46,7 @@ impl Here {
     }
 
     fn make_by(&self, disk: &DiskSpec, reserved: &Reserved) -> Result<(), String> {
-        let user = Place::user();
+        let user = own_user();
         let maker = Maker {
             vm: &self.vm,
             user,
@@ -238,7 +246,7 @@ fn within_a_file_system_that_can_an_image_shares_its_blocks_with_what_it_was_mad
 #[test]
 fn no_room_is_said_before_anything_is_written() {
     let here = Here::new();
-    let place = Place::open(&here.at("root.raw"), &Reserved::default(), Place::user()).unwrap();
+    let place = Place::open(&here.at("root.raw"), &Reserved::default(), own_user()).unwrap();
     let refusal = place
         .must_have_room(&here.at("root.raw"), u64::MAX)
         .unwrap_err();

@@ -35,7 +35,7 @@ pub fn keep_memory_private() -> io::Result<()> {
     stay_private()
 }
 
-/// Keeps memory from debuggers. To be said again after any thread has changed its user, which sets the whole process back
+/// Keeps memory from debuggers. To be said again after any thread has changed its rights ([`crate::rights`]), which sets the whole process back
 /// to what the system does with such programs.
 pub fn stay_private() -> io::Result<()> {
     Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)

@@ -5,7 +5,7 @@
 use godwit_blockio::holder::{self, Held};
 use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
-use godwit_qemu::disk::as_user;
+use godwit_qemu::rights::as_user;
 use godwit_types::{ApiError, ErrorCode};
 use rustix::fs::{Mode, OFlags, open};
 use std::fs::File;

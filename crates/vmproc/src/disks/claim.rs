@@ -12,7 +12,7 @@ use crate::image::record_of;
 use godwit_blockio::Image;
 use godwit_blockio::holder;
 use godwit_ownership::{ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
-use godwit_qemu::disk::as_user;
+use godwit_qemu::rights::as_user;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, Generation, HostName};
