@@ -206,6 +206,9 @@ impl Place {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let found = openat(&self.dir, &self.name, flags, Mode::empty()).ok();
         let is_own = found.is_some_and(|found| {
+            if !self.is_by_this_host(&found) {
+                return false;
+            }
             let mut value = [0; MARK_MAX];
             let length = fgetxattr(found, MARK, &mut value[..]).unwrap_or(0);
             value.get(..length) == Some(mark.as_bytes())
@@ -217,6 +220,16 @@ impl Place {
                 path.display()
             )),
         }
+    }
+
+    /// Anybody can guess a mark: it counts on a file of the common user or root that not everybody may write.
+    fn is_by_this_host(&self, found: impl std::os::fd::AsFd) -> bool {
+        fstat(found).is_ok_and(|found| {
+            let kind = FileType::from_raw_mode(found.st_mode);
+            let is_known = [0, self.user.uid].contains(&found.st_uid);
+            let for_all = Mode::from_raw_mode(found.st_mode).contains(Mode::WOTH);
+            kind == FileType::RegularFile && is_known && !for_all
+        })
     }
 
     fn must_have_room(&self, path: &Path, needed: u64) -> Result<(), String> {

@@ -129,6 +129,26 @@ fn the_disk_of_a_vm_that_was_deleted_is_not_that_of_one_which_is_made_anew() {
 }
 
 #[test]
+fn a_file_that_somebody_else_planted_is_not_the_disk_though_it_bears_the_mark() {
+    let here = Here::new();
+    std::fs::write(here.at("base"), [7; 1024]).unwrap();
+    let disk = here.disk(Some("base"), None);
+    here.make(&disk).unwrap();
+    let (path, words) = (here.at("root.raw"), ["was not made for this disk"]);
+    let mode =
+        |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o662);
+    here.refused(&disk, &words);
+    mode(0o660);
+    here.make(&disk).unwrap();
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped in part: giving a file to another user needs root");
+    }
+    std::os::unix::fs::chown(&path, Some(61_234), None).unwrap();
+    here.refused(&disk, &words);
+}
+
+#[test]
 fn what_a_killed_maker_left_is_begun_anew_and_one_that_lives_is_left_alone() {
     let here = Here::new();
     std::fs::write(here.at("base"), [7; 1000]).unwrap();
