@@ -6,7 +6,7 @@
 use super::{Finding, refuse};
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_types::migration::DiskToMove;
-use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use rustix::fs::statvfs;
 use std::path::Path;
@@ -96,6 +96,9 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
             "nothing is where disk '{name}' would come to on host '{host}'"
         ));
     };
+    if let Err(why) = check_disk_bytes(size.bytes) {
+        return invalid(format!("disk '{name}' cannot come to host '{host}': {why}"));
+    }
     let parent = path.parent().unwrap_or(Path::new("/"));
     let dir = parent.display();
     let room = match statvfs(parent) {
@@ -131,4 +134,30 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
         mib(size.used_bytes),
         mib(free)
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::vm::DISK_GIB_MAX;
+
+    #[test]
+    fn a_disk_whose_host_says_any_size_is_refused_before_it_is_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = HostName::new("b").unwrap();
+        let disk = DiskSpec::new("root", dir.path().join("root.raw").to_str().unwrap());
+        let said = |bytes| {
+            let sizes = [DiskToMove {
+                name: disk.name.clone(),
+                bytes,
+                used_bytes: 0,
+            }];
+            has_place(&host, &disk, &sizes)
+        };
+        for bytes in [(DISK_GIB_MAX << 30) + 1, u64::MAX] {
+            let refused = format!("{:?}", said(bytes).unwrap_err());
+            assert!(refused.contains("at most 65536 GiB"), "{refused}");
+        }
+        said(DISK_GIB_MAX << 30).unwrap();
+    }
 }

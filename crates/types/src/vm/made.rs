@@ -8,6 +8,16 @@ use super::{DiskSpec, InvalidVm, VmSpec, check_path};
 /// Largest disk that is made, GiB (64 TiB).
 pub const DISK_GIB_MAX: u64 = 64 << 10;
 
+/// Why no disk of so many bytes comes from another host, which says that it has them; a part of a sentence.
+pub fn check_disk_bytes(bytes: u64) -> Result<(), String> {
+    match bytes <= DISK_GIB_MAX << 30 {
+        true => Ok(()),
+        false => Err(format!(
+            "its host says that it has {bytes} bytes, and a disk has at most {DISK_GIB_MAX} GiB: see what runs on that host"
+        )),
+    }
+}
+
 impl DiskSpec {
     /// Whether its image is still to be made.
     pub fn is_to_be_made(&self) -> bool {

@@ -25,7 +25,7 @@ use godwit_qemu::user::{self, User};
 use godwit_store::save_json;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
-use godwit_types::vm::DiskSpec;
+use godwit_types::vm::{DiskSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Handover, Settings};
@@ -220,6 +220,7 @@ impl Served {
             let named = migration.disks.iter().find(|named| named.name == spec.name);
             let named = named
                 .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
+            check_disk_bytes(named.bytes).map_err(|why| self.refused(spec, &why))?;
             must_be_free(Path::new(&spec.path)).map_err(|why| self.refused(spec, &why))?;
             let beside = DiskSpec {
                 path: arriving_path(&spec.path, &migration.id),
@@ -544,3 +545,7 @@ pub(super) fn open_file(
     let file = files.into_iter().next().map(File::from);
     file.ok_or_else(|| refused(config, spec, &"its image was not opened"))
 }
+
+#[cfg(test)]
+#[path = "served_tests.rs"]
+mod tests;

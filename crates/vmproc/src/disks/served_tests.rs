@@ -1,0 +1,41 @@
+//! What a migration says of the disks that come is judged before anything is made.
+
+use super::*;
+use crate::disks::Disks;
+use crate::testing::{Site, migration};
+use godwit_types::migration::DiskToMove;
+use godwit_types::vm::{DISK_GIB_MAX, VmSpec};
+use rustix::process::{getegid, geteuid};
+
+#[test]
+fn a_disk_that_is_larger_than_any_may_be_is_not_made_for_the_vm_that_comes() {
+    let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+    let path = directory.path().join("root.raw");
+    let spec = VmSpec {
+        hardware: Some(2),
+        disks: vec![DiskSpec::new("root", path.to_str().unwrap())],
+        ..VmSpec::placeholder(&site.config.vm)
+    };
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let ram = Arc::new(ram);
+    let user = User {
+        uid: geteuid().as_raw(),
+        gid: getegid().as_raw(),
+    };
+    for bytes in [(DISK_GIB_MAX << 30) + 1, u64::MAX] {
+        let disk = DiskToMove {
+            name: "root".into(),
+            bytes,
+            used_bytes: 0,
+        };
+        let coming = MigrationSpec {
+            disks: vec![disk],
+            ..migration("m")
+        };
+        let (qemu, right) = ((user, 1), (None, Some(&coming)));
+        let begun = Disks::begin(&site.config, &site.paths, &spec, qemu, &ram, right);
+        let refused = begun.unwrap_err().message;
+        assert!(refused.contains("at most 65536 GiB"), "{refused}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+}
