@@ -139,6 +139,7 @@ qemu_unit() {
 
 qemu() {
     qemu_unit takes-emfile-for-gone process::tests::a_live_process_is_not_gone_because_no_descriptor_is_left
+    qemu_unit opened-unlooked disk::tests::what_is_no_image_is_not_even_opened_whatever_way_leads_there
 }
 
 agent_unit() {

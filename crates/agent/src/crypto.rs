@@ -5,8 +5,9 @@
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use aws_lc_rs::digest;
+use godwit_qemu::disk::open_looked_at;
+use rustix::fs::{CWD, OFlags};
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::time::Instant;
 
@@ -15,11 +16,7 @@ pub const FILE_LEN_MAX: u64 = 4 << 30;
 
 /// SHA-256 of a regular file, hex; reads at most [`FILE_LEN_MAX`].
 pub fn sha256_of_file(path: &Path) -> std::io::Result<String> {
-    // A FIFO would be waited for until somebody writes to it, and so would some devices.
-    let file = std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)?;
+    let file = open_looked_at(CWD, path, OFlags::RDONLY)?;
     if !file.metadata()?.is_file() {
         return Err(std::io::Error::other("it is no regular file"));
     }
@@ -78,7 +75,7 @@ mod tests {
         let (kind, mode) = (FileType::Fifo, Mode::RUSR | Mode::WUSR);
         rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
         let refused = sha256_of_file(&path).unwrap_err();
-        assert!(refused.to_string().contains("no regular file"), "{refused}");
+        assert!(refused.to_string().contains("neither a file"), "{refused}");
     }
 
     #[test]

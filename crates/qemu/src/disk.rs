@@ -3,15 +3,16 @@
 //! QEMU gets the open file, not a path: nothing in a path can reach its option syntax, and the file that was checked is
 //! the file that is used. Who may describe a VM could otherwise read any file of the host through it, since the VM
 //! process is privileged: so the file is opened by a thread that has QEMU's user's rights to files alone ([`crate::rights`]). Refuses: files that this user
-//! may not open (read-only disks: read; others: read and write), everything but regular files and block devices, and what
-//! lies where the host keeps records and guests' memory ([`Reserved`]).
+//! may not open (read-only disks: read; others: read and write), everything but regular files and block devices, which is never even opened
+//! ([`open_looked_at`]), and what lies where the host keeps records and guests' memory ([`Reserved`]).
 
 use crate::reserved::Reserved;
 use crate::rights::as_user;
-use rustix::fd::{BorrowedFd, OwnedFd};
+use godwit_types::plant::planted;
+use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, RenameFlags, SeekFrom, fcntl_setfl, fstat, linkat, open,
-    renameat_with, seek, statat, unlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, SeekFrom, fcntl_setfl, fstat, linkat, open,
+    openat, renameat_with, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -56,6 +57,65 @@ pub enum DiskError {
     },
 }
 
+/// Why something was not opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NotOpened {
+    /// A directory, a pipe, a terminal, a link where none is followed.
+    #[error("it is neither a file nor a block device")]
+    Kind,
+    /// What was looked at is opened by its number there.
+    #[error(
+        "files are opened by way of /proc, and this process is not found there: mount it (mount -t proc proc /proc)"
+    )]
+    NoProc,
+    /// The kernel refuses it.
+    #[error(transparent)]
+    Errno(#[from] Errno),
+}
+
+impl From<NotOpened> for io::Error {
+    fn from(why: NotOpened) -> Self {
+        match why {
+            NotOpened::Errno(errno) => errno.into(),
+            why => Self::other(why),
+        }
+    }
+}
+
+/// Opens what lies there if it is a regular file or a block device, and nothing else: devices may act when they are opened, and a
+/// pipe's other end is let go. What is looked at is held by a descriptor that opens nothing, and that very file is opened then,
+/// whatever whoever owns a directory of its path has put there meanwhile. Of `flags` count for what it is opened and whether a link
+/// is followed.
+pub fn open_looked_at(dir: impl AsFd, path: &Path, flags: OFlags) -> Result<File, NotOpened> {
+    let access = flags.intersection(OFlags::RWMODE);
+    let links = flags.intersection(OFlags::NOFOLLOW);
+    // Whose file it is may have a lease on it, for the end of which nobody waits.
+    let access = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    if planted("opened-unlooked") {
+        drop(openat(&dir, path, access | links, Mode::empty()));
+    }
+    let held = OFlags::PATH | OFlags::CLOEXEC | links;
+    let held = openat(dir, path, held, Mode::empty())?;
+    let kind = FileType::from_raw_mode(fstat(&held)?.st_mode);
+    if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
+        return Err(NotOpened::Kind);
+    }
+    let number = format!("/proc/self/fd/{}", held.as_raw_fd());
+    let file = open(&number, access, Mode::empty());
+    let file = file.map_err(|errno| match errno {
+        Errno::NOENT | Errno::NOTDIR if !is_there(&number) => NotOpened::NoProc,
+        errno => NotOpened::Errno(errno),
+    })?;
+    fcntl_setfl(&file, OFlags::empty())?;
+    Ok(File::from(file))
+}
+
+/// A link counts, whatever it leads to.
+fn is_there(path: &str) -> bool {
+    statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+}
+
 /// Opens an image as `uid` and `gid`, without supplementary groups.
 pub fn open_image(
     path: &Path,
@@ -64,15 +124,16 @@ pub fn open_image(
     gid: u32,
     reserved: &Reserved,
 ) -> Result<OwnedFd, DiskError> {
-    let opened = as_user(uid, gid, || open_file(path, read_only));
-    let (file, kind) = opened.map_err(|errno| failed(path, read_only, uid, errno))?;
-    if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-        let path = path.to_owned();
-        return Err(DiskError::Kind { path });
-    }
+    let flags = match read_only {
+        true => OFlags::RDONLY,
+        false => OFlags::RDWR,
+    };
+    let opened = as_user(uid, gid, || Ok(open_looked_at(CWD, path, flags)));
+    let file = opened.map_err(NotOpened::from).flatten();
+    let file = file.map_err(|why| failed(path, read_only, uid, why))?;
     let path = path.to_owned();
     match reserved.of_open(&file) {
-        Ok(None) => Ok(file),
+        Ok(None) => Ok(file.into()),
         Ok(Some(dir)) => Err(DiskError::Reserved { path, dir }),
         Err(source) => Err(DiskError::Io { path, source }),
     }
@@ -96,7 +157,7 @@ pub fn make_image(
         Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) => {
             return Err(DiskError::NoPlace { path, uid });
         }
-        Err(errno) => return Err(failed(&path, false, uid, errno)),
+        Err(errno) => return Err(failed(&path, false, uid, errno.into())),
     };
     let undone = |error| {
         // Nobody has used it.
@@ -127,10 +188,13 @@ pub fn make_image(
     }
 }
 
-/// Opens what lies there only to look at it. It may be anything by now: a link is not followed, and a pipe not waited for.
+/// Opens a file or block device only to look at it. Anything may lie there by now: a link is not followed.
 pub fn open_to_look(path: &Path) -> io::Result<File> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    Ok(File::from(open(path, flags, Mode::empty())?))
+    Ok(open_looked_at(
+        CWD,
+        path,
+        OFlags::RDONLY | OFlags::NOFOLLOW,
+    )?)
 }
 
 /// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells.
@@ -202,26 +266,12 @@ fn identity(metadata: &std::fs::Metadata) -> (u64, u64) {
     }
 }
 
-/// A pipe without a writer must not hold the caller up, so the first open never waits.
-fn open_file(path: &Path, read_only: bool) -> Result<(OwnedFd, FileType), Errno> {
-    let access = if read_only {
-        OFlags::RDONLY
-    } else {
-        OFlags::RDWR
-    };
-    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-    let file = open(path, flags, Mode::empty())?;
-    let kind = FileType::from_raw_mode(fstat(&file)?.st_mode);
-    fcntl_setfl(&file, OFlags::empty())?;
-    Ok((file, kind))
-}
-
-fn failed(path: &Path, read_only: bool, uid: u32, errno: Errno) -> DiskError {
+fn failed(path: &Path, read_only: bool, uid: u32, why: NotOpened) -> DiskError {
     let path = path.to_owned();
-    match errno {
-        Errno::NOENT | Errno::NOTDIR => DiskError::Missing { path },
-        Errno::ISDIR | Errno::NXIO => DiskError::Kind { path },
-        Errno::ACCESS | Errno::PERM => DiskError::Denied {
+    match why {
+        NotOpened::Kind => DiskError::Kind { path },
+        NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => DiskError::Missing { path },
+        NotOpened::Errno(Errno::ACCESS | Errno::PERM) => DiskError::Denied {
             path,
             uid,
             access: if read_only {
@@ -230,9 +280,9 @@ fn failed(path: &Path, read_only: bool, uid: u32, errno: Errno) -> DiskError {
                 "reading and writing"
             },
         },
-        errno => DiskError::Io {
+        why => DiskError::Io {
             path,
-            source: errno.into(),
+            source: why.into(),
         },
     }
 }
@@ -240,8 +290,8 @@ fn failed(path: &Path, read_only: bool, uid: u32, errno: Errno) -> DiskError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use std::fs::{self, Permissions};
-    use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::{PermissionsExt as _, chown};
 
     const UID: u32 = 61_234;
@@ -300,7 +350,8 @@ mod tests {
                 open_image(path, read_only, own, own, &Reserved::default()).expect_err("no image");
             assert!(matches!(error, DiskError::Kind { .. }), "{error}");
         }
-        assert!(open_to_look(&pipe).is_ok(), "it does not wait either");
+        let refused = open_to_look(&pipe).expect_err("no image").to_string();
+        assert!(refused.contains("neither a file"), "{refused}");
         let error = open_image(
             &directory.path().join("none"),
             true,
@@ -310,6 +361,95 @@ mod tests {
         )
         .expect_err("none");
         assert!(matches!(error, DiskError::Missing { .. }), "{error}");
+    }
+
+    /// Whether anybody has opened a pipe to write to it since its reader did.
+    fn was_opened(reader: &OwnedFd) -> bool {
+        let mut ends = [PollFd::new(reader, PollFlags::IN)];
+        poll(&mut ends, Some(&Timespec::default())).expect("asked");
+        ends[0].revents().contains(PollFlags::HUP)
+    }
+
+    #[test]
+    fn what_is_no_image_is_not_even_opened_whatever_way_leads_there() {
+        let directory = place();
+        let own = rustix::process::geteuid().as_raw();
+        let at = |name: &str| directory.path().join(name);
+        fs::create_dir(at("below")).expect("a directory");
+        rustix::fs::mkfifoat(CWD, at("below/pipe"), Mode::RWXU).expect("a pipe");
+        std::os::unix::fs::symlink("below", at("way")).expect("a link");
+        std::os::unix::fs::symlink("way/pipe", at("image")).expect("a link");
+        let reader = OFlags::RDONLY | OFlags::NONBLOCK;
+        let reader = open(at("below/pipe"), reader, Mode::empty()).expect("its reader");
+        for path in ["below/pipe", "way/pipe", "image"].map(at) {
+            let refused = open_image(&path, false, own, own, &Reserved::default());
+            let refused = refused.expect_err("no image");
+            assert!(matches!(refused, DiskError::Kind { .. }), "{refused}");
+            assert!(!was_opened(&reader), "{path:?}");
+        }
+        drop(File::options().write(true).open(at("image")));
+        assert!(was_opened(&reader), "it would be seen");
+    }
+
+    #[test]
+    fn a_device_that_is_none_of_blocks_is_no_image_though_everybody_may_open_it() {
+        let directory = place();
+        let (own, path) = (
+            rustix::process::geteuid().as_raw(),
+            directory.path().join("device"),
+        );
+        let null = rustix::fs::makedev(1, 3);
+        let mode = Mode::from_raw_mode(0o666);
+        if rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, mode, null).is_err() {
+            return println!("skipped: making a device needs root");
+        }
+        let refused = open_image(&path, false, own, own, &Reserved::default());
+        assert!(
+            matches!(refused, Err(DiskError::Kind { .. })),
+            "{refused:?}"
+        );
+        assert!(open_to_look(&path).is_err());
+    }
+
+    #[test]
+    fn a_link_is_followed_to_an_image_and_never_by_who_only_looks() {
+        let directory = place();
+        let own = rustix::process::geteuid().as_raw();
+        let [image, link] = ["image", "link"].map(|name| directory.path().join(name));
+        fs::write(&image, [7; 512]).expect("image");
+        std::os::unix::fs::symlink(&image, &link).expect("a link");
+        let opened = open_image(&link, false, own, own, &Reserved::default()).expect("opened");
+        let opened = identity_of_open(&File::from(opened)).expect("looked at");
+        assert_eq!(identity_of(&image).expect("looked at"), Some(opened));
+        let refused = open_to_look(&link).expect_err("a link").to_string();
+        assert!(refused.contains("neither a file"), "{refused}");
+        assert!(open_to_look(&image).is_ok());
+    }
+
+    #[test]
+    fn without_proc_it_is_said_that_it_is_missing_and_not_the_file() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: another view of the mounts needs root");
+        }
+        let directory = place();
+        let path = directory.path().join("image");
+        fs::write(&path, [0; 512]).expect("image");
+        let seen = std::thread::spawn(move || {
+            // SAFETY: a plain system call; it concerns this thread alone, whose mounts end with it.
+            let own = unsafe { libc::unshare(libc::CLONE_NEWNS) };
+            assert_eq!(own, 0, "mounts of its own");
+            for words in [
+                &["--make-rprivate", "/"][..],
+                &["-t", "tmpfs", "none", "/proc"],
+            ] {
+                let done = std::process::Command::new("mount").args(words).status();
+                assert!(done.expect("mount").success(), "{words:?}");
+            }
+            open_own(&path, &Reserved::default()).map(drop)
+        });
+        let refused = seen.join().expect("the thread").expect_err("no /proc");
+        let refused = refused.to_string();
+        assert!(refused.contains("mount -t proc"), "{refused}");
     }
 
     /// As `open_image` for a file of the caller's own.

@@ -7,7 +7,7 @@
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
-use crate::disk::{length_and_use, rename_to_free};
+use crate::disk::{NotOpened, length_and_use, open_looked_at, rename_to_free};
 use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
@@ -16,7 +16,7 @@ use crate::user::User;
 use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
     flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
@@ -203,9 +203,9 @@ impl Place {
             Err(errno) => return Err(format!("{} cannot be looked at: {errno}", path.display())),
             Ok(_) => {}
         }
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let found = openat(&self.dir, &self.name, flags, Mode::empty()).ok();
-        let is_own = found.is_some_and(|found| {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW;
+        let found = open_looked_at(&self.dir, Path::new(&self.name), flags);
+        let is_own = found.is_ok_and(|found| {
             if !self.is_by_this_host(&found) {
                 return false;
             }
@@ -249,8 +249,8 @@ impl Place {
     /// A new file beside the image; one that a killed maker left is removed first.
     fn begin(&self, path: &Path) -> Result<File, String> {
         let failed = |errno: Errno| no_rights(path.parent().unwrap_or(path), self.user, errno);
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        if let Ok(left) = openat(&self.dir, &self.fresh, flags, Mode::empty()) {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW;
+        if let Ok(left) = open_looked_at(&self.dir, Path::new(&self.fresh), flags) {
             flock(&left, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
                 format!(
                     "{} is being made by somebody else just now: wait for that",
@@ -262,7 +262,7 @@ impl Place {
         let fresh = openat(
             &self.dir,
             &self.fresh,
-            flags | OFlags::CREATE | OFlags::EXCL,
+            flags | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC,
             Mode::from_raw_mode(0o600),
         );
         let fresh = fresh.map_err(failed)?;
@@ -344,24 +344,17 @@ impl Source {
     fn open(path: &str, reserved: &Reserved, user: User) -> Result<Self, String> {
         let cannot =
             |why: &dyn std::fmt::Display| format!("the image {path} cannot be read: {why}");
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-            Errno::NOENT | Errno::NOTDIR => format!("the image {path} does not exist on this host: copy it there or correct the VM"),
-            Errno::ACCESS | Errno::PERM => format!(
+        let opened = open_looked_at(CWD, Path::new(path), OFlags::RDONLY);
+        let file = opened.map_err(|why| match why {
+            NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!("the image {path} does not exist on this host: copy it there or correct the VM"),
+            NotOpened::Errno(Errno::ACCESS | Errno::PERM) => format!(
                 "the image {path} may not be read by QEMU's common user (uid {}, group {}): let everybody read it ('chmod a+r {path}'), and pass through the directories above",
                 user.uid, user.gid
             ),
-            errno => cannot(&errno),
+            NotOpened::Kind => format!("the image {path} is neither a file nor a block device"),
+            why => cannot(&why),
         })?;
-        let found = fstat(&file).map_err(|errno| cannot(&errno))?;
-        let kind = FileType::from_raw_mode(found.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-            return Err(format!(
-                "the image {path} is neither a file nor a block device"
-            ));
-        }
         refuse_reserved(&file, Path::new(path), reserved)?;
-        let file = File::from(file);
         let (own, used) = length_and_use(&file).map_err(|error| cannot(&error))?;
         let mut head = [0; HEAD_LEN];
         let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;

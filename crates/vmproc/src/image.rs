@@ -5,9 +5,10 @@
 use godwit_blockio::holder::{self, Held};
 use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
+use godwit_qemu::disk::{NotOpened, open_looked_at};
 use godwit_qemu::rights::as_user;
 use godwit_types::{ApiError, ErrorCode};
-use rustix::fs::{Mode, OFlags, open};
+use rustix::fs::{CWD, OFlags};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
@@ -60,18 +61,19 @@ fn as_owner<R: Send>(
 }
 
 fn open_image(path: &Path, access: OFlags) -> Result<File, ApiError> {
-    // What lies there may be anything: a FIFO would be waited for.
-    let flags = access | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file =
-        open(path, flags, Mode::empty()).map_err(|errno| refused(path, &io::Error::from(errno)))?;
-    let file = File::from(file);
-    let is_file = file.metadata().is_ok_and(|found| found.is_file());
-    match is_file {
-        true => Ok(file),
-        false => Err(invalid(format!(
+    let no_file = || {
+        invalid(format!(
             "{}: only an image that is a file bears a record of who has it",
             path.display()
-        ))),
+        ))
+    };
+    let file = open_looked_at(CWD, path, access).map_err(|why| match why {
+        NotOpened::Kind => no_file(),
+        why => refused(path, &why.into()),
+    })?;
+    match file.metadata().is_ok_and(|found| found.is_file()) {
+        true => Ok(file),
+        false => Err(no_file()),
     }
 }
 
