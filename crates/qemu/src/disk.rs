@@ -12,7 +12,7 @@ use godwit_types::plant::planted;
 use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, SeekFrom, fcntl_setfl, fstat, linkat, open,
-    openat, renameat_with, seek, statat, unlinkat,
+    openat, renameat_with, seek, statat, unlink, unlinkat,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -160,8 +160,8 @@ pub fn make_image(
         Err(errno) => return Err(failed(&path, false, uid, errno.into())),
     };
     let undone = |error| {
-        // Nobody has used it.
-        let _ = std::fs::remove_file(&path);
+        // Nobody has used it. What has the path by now may be another file, so with no more rights than it was made with.
+        let _ = as_user(uid, gid, || unlink(path.as_path()));
         Err(error)
     };
     match reserved.of_open(&file) {

@@ -8,6 +8,7 @@
 
 mod activity;
 mod claim;
+mod entry;
 mod history;
 mod images;
 mod in_place;

@@ -1,20 +1,19 @@
 //! Images that go along with their VM: how they are called while they come, and what becomes of those that are left.
 //!
 //! An image that comes has a name of its own until its VM is here, so that nobody takes half of a disk for a whole one. Owns
-//! nothing: the files are the VM's, and `disks.json` says which. Refuses: to remove a file that is another one than QEMU had.
+//! nothing: the files are the VM's, and `disks.json` says which. All is done in the directory that was looked into ([`super::entry`]).
+//! Refuses: to remove a file that is another one than QEMU had.
 
+use super::entry::{Entry, Found};
 use super::left::{moved, settle_moves};
 use super::served::{Arrival, ServedDisks};
 use crate::files::Paths;
-use godwit_qemu::disk::{identity_of, rename_to_free};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId};
-use std::collections::BTreeSet;
-use std::fs::File;
+use std::collections::BTreeMap;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The name of an image that comes with this migration.
 pub(super) fn arriving_path(path: &str, migration: &MigrationId) -> String {
@@ -70,21 +69,19 @@ pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<
     Ok(())
 }
 
-/// Nothing is done where a predecessor did it. A file that is there is never replaced.
-pub(super) fn rename(from: &Path, to: &Path) -> io::Result<()> {
-    match rename_to_free(rustix::fs::CWD, from, to) {
-        Err(rustix::io::Errno::NOENT) if to.exists() => Ok(()),
-        named => Ok(named?),
-    }
+/// Gives an image another name beside its own. Nothing is done where a predecessor did it. A file that is there is never replaced.
+pub(super) fn rename<'a>(from: &Path, to: &'a Path) -> io::Result<Entry<'a>> {
+    let entry = Entry::at(to)?;
+    entry.take_from(from.file_name().unwrap_or_default())?;
+    Ok(entry)
 }
 
 /// Makes the names of images durable, those that they have while they come, too.
 pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
-    let parents = along(disks).filter_map(|disk| Path::new(&disk.path).parent());
-    let parents: BTreeSet<&Path> = parents.collect();
-    parents
-        .into_iter()
-        .try_for_each(|parent| File::open(parent)?.sync_all())
+    let paths = along(disks).map(|disk| Path::new(&disk.path));
+    let one_of_each: BTreeMap<_, _> = paths.map(|path| (path.parent(), path)).collect();
+    let mut paths = one_of_each.into_values();
+    paths.try_for_each(|path| Entry::at(path)?.sync())
 }
 
 /// The VM is not here, or comes anew: what came of its disks with an earlier migration is removed.
@@ -131,25 +128,18 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     }
 }
 
-/// Whether the directory of a path is on this device: where its file system is not mounted, nothing that is missing there is gone.
-pub(super) fn is_place_there(path: &Path, device: u64) -> bool {
-    let above = path.parent().map(std::fs::metadata);
-    above.is_some_and(|above| above.is_ok_and(|above| above.dev() == device))
-}
-
 /// Removes an image that is no disk any more, if it is the one that QEMU had. Returns whether nothing of it is left.
 pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
-    let is_file = path.symlink_metadata().is_ok_and(|found| found.is_file());
-    match identity_of(path) {
-        Ok(Some(found)) if found == image && is_file => {
-            let is_gone = remove(path);
+    match Entry::looked_at(path) {
+        Ok((Found::File(found), entry)) if found == image => {
+            let is_gone = entry.remove();
             if is_gone {
                 tracing::info!(disk, path = %path.display(), "its former image is removed");
             }
             is_gone
         }
-        Ok(None) => is_place_there(path, image.0),
-        Ok(Some(_)) => {
+        Ok((Found::Nothing, entry)) => entry.is_on(image.0),
+        Ok(_) => {
             let path = path.display();
             tracing::warn!(
                 disk,
@@ -157,6 +147,8 @@ pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
             );
             true
         }
+        // The place itself may be away for now.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
         Err(error) => {
             tracing::warn!(disk, path = %path.display(), %error, "its former image cannot be looked at");
             false
@@ -216,16 +208,8 @@ fn forget(paths: &Paths) {
 
 /// Returns whether it is gone.
 pub(super) fn remove(path: &Path) -> bool {
-    let removed = std::fs::remove_file(path);
-    let parent = path.parent().map(PathBuf::from);
-    match removed {
-        Ok(()) => {
-            let synced = parent.map(|parent| File::open(parent)?.sync_all());
-            if let Some(Err(error)) = synced {
-                tracing::warn!(path = %path.display(), %error, "that a file is removed may not be durable");
-            }
-            true
-        }
+    match Entry::at(path) {
+        Ok(entry) => entry.remove(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => true,
         Err(error) => {
             tracing::warn!(path = %path.display(), %error, "a file is left behind");

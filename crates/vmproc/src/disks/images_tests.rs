@@ -3,6 +3,7 @@
 use super::*;
 use crate::testing::{Site, holds, open, unconfirmed};
 use godwit_ownership::{Phase, Power};
+use godwit_qemu::disk::identity_of;
 use godwit_types::HostName;
 
 struct Left {

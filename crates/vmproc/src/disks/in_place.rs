@@ -26,7 +26,6 @@ use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves,
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
 use godwit_vhost::Disk;
-use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -409,16 +408,14 @@ impl Served {
         self.wait_until_equal(going, &mirror)?;
         // What takes long comes before the disk stands still.
         let named = rename(Path::new(&going.copying.beside), path);
-        named.map_err(|error| match error.kind() {
+        let named = named.map_err(|error| match error.kind() {
             std::io::ErrorKind::AlreadyExists => is_taken(path),
             _ => format!(
                 "its image does not get its name {}: {error}",
                 path.display()
             ),
-        })?;
-        if let Some(parent) = path.parent() {
-            File::open(parent)?.sync_all()?;
-        }
+        });
+        named?.sync()?;
         mirror.second.sync()?;
         reached("disk-move.equal");
         let (mut image, mut pause) = (Some(image), LOOK_EVERY);

@@ -3,12 +3,12 @@
 //! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
 //! what is a disk, or another file than the one that was left.
 
-use super::images::{is_place_there, remove, remove_own};
+use super::entry::{Entry, Found};
+use super::images::{remove, remove_own};
 use super::served::ServedDisks;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_ownership::KnownImage;
-use godwit_qemu::disk::identity_of;
 use godwit_store::{load_json, save_json};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
@@ -142,7 +142,7 @@ impl Copying {
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
     fn out_of_reach(&self) -> Option<[Left; 2]> {
         let image = self.image?;
-        if is_place_there(Path::new(&self.path), image.0) {
+        if Entry::at(Path::new(&self.path)).is_ok_and(|entry| entry.is_on(image.0)) {
             return None;
         }
         Some([&self.beside, &self.path].map(|path| Left {
@@ -169,9 +169,12 @@ impl Copying {
         }
         let (beside, path) = (Path::new(&self.beside), Path::new(&self.path));
         let is_gone = remove(beside);
-        match identity_of(path) {
-            Ok(found) if found.is_some() && found == self.image => remove(path) && is_gone,
+        match Entry::looked_at(path) {
+            Ok((Found::File(found), entry)) if Some(found) == self.image => {
+                entry.remove() && is_gone
+            }
             Ok(_) => is_gone,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => is_gone,
             Err(error) => {
                 let path = path.display();
                 tracing::warn!(%path, %error, "an image that is not whole may be left there");

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::Site;
+use godwit_qemu::disk::identity_of;
 
 struct Dead {
     _site: Site,
