@@ -2,10 +2,11 @@
 //!
 //! The image is hostile: its head was judged before ([`crate::qcow2`]), and what its tables hold is left to a process of the common
 //! user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
-//! two open files. Owns that process while it runs. Refuses: a host without `qemu-img`.
+//! two open files and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`.
 
 use crate::launch::be_no_better_than_others;
 use crate::make_disk::Progress;
+use crate::only_files::OnlyFiles;
 use crate::rights::{become_user_for_good, have_own_files};
 use crate::user::User;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,6 +19,7 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
 
@@ -138,6 +140,7 @@ fn command((source, bytes): (&File, u64), raw: &File, user: User) -> io::Result<
     let bounds = Bounds {
         longest: raw.metadata()?.len(),
         seconds: CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30),
+        opens: OnlyFiles::of(Path::new(PROGRAM), source, raw)?,
     };
     confined(&mut command, [from, to], bounds, user);
     Ok(command)
@@ -147,6 +150,7 @@ struct Bounds {
     /// Bytes of a file, and seconds of the processor.
     longest: u64,
     seconds: u64,
+    opens: OnlyFiles,
 }
 
 fn confined(command: &mut Command, files: [i32; 2], bounds: Bounds, user: User) {
@@ -162,7 +166,8 @@ fn confined(command: &mut Command, files: [i32; 2], bounds: Bounds, user: User) 
     unsafe { command.pre_exec(move || confine(files, &bounds, user)) };
 }
 
-/// Between fork and exec: this process may read one file, write the other, grow no further, and is the common user for good.
+/// Between fork and exec: this process may read one file, write the other, open no more, grow no further, and is the common user for
+/// good.
 fn confine(files: [i32; 2], bounds: &Bounds, user: User) -> io::Result<()> {
     for fd in files {
         // SAFETY: the descriptor is open: the parent has it for as long as it waits for the child.
@@ -190,6 +195,7 @@ fn confine(files: [i32; 2], bounds: &Bounds, user: User) -> io::Result<()> {
     // A change of user would take it back.
     set_parent_process_death_signal(Some(Signal::KILL))?;
     set_no_new_privs(true)?;
+    bounds.opens.confine_this_thread()?;
     crate::no_network::refuse_to_this_thread()
 }
 
@@ -218,6 +224,7 @@ fn percent(line: &str) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt as _;
 
     #[test]
     fn its_progress_is_read_and_nonsense_is_not() {
@@ -246,51 +253,124 @@ mod tests {
         assert_eq!((status.code(), progress.done.into_inner()), (Some(3), 125));
     }
 
+    const NOBODY: User = User {
+        uid: 65_534,
+        gid: 65_533,
+    };
+    const SHELL: &str = "/bin/sh";
+
+    /// A shell that is confined to one file and begins with what is said to it on its standard input.
+    fn confined_shell(script: &str, file: &File) -> io::Result<(Child, bool)> {
+        let opens = OnlyFiles::of(Path::new(SHELL), file, file)?;
+        let are_kept = opens.are_kept();
+        let mut command = Command::new(SHELL);
+        command.args(["-c", script]);
+        let bounds = Bounds {
+            longest: 0,
+            seconds: 60,
+            opens,
+        };
+        let fd = file.as_raw_fd();
+        confined(&mut command, [fd, fd], bounds, NOBODY);
+        Ok((command.stdin(Stdio::piped()).spawn()?, are_kept))
+    }
+
+    fn is_root() -> bool {
+        let is_root = rustix::process::geteuid().is_root();
+        if !is_root {
+            println!("skipped: another user's rights need root");
+        }
+        is_root
+    }
+
     #[test]
     fn a_program_that_is_confined_is_the_user_for_good_alone_and_no_better_than_others() {
-        if !rustix::process::geteuid().is_root() {
-            return println!("skipped: another user's rights need root");
+        if !is_root() {
+            return;
         }
-        let user = User {
-            uid: 65_534,
-            gid: 65_533,
-        };
         // As it may be in the service of a host.
         let badness = "/proc/self/oom_score_adj";
         let before = std::fs::read_to_string(badness).unwrap();
         if std::fs::write(badness, "-300").is_err() {
             println!("skipped in part: no process is protected from running out of memory here");
         }
-        let said = crate::rights::as_user(user.uid, user.gid, || {
+        let seen = crate::rights::as_user(NOBODY.uid, NOBODY.gid, || {
             let file = tempfile::tempfile_in("/var/tmp").map_err(|_| Errno::IO)?;
-            let script = "while read line; do echo \"$line\"; done < /proc/self/status
-                read badness < /proc/self/oom_score_adj; echo \"badness: $badness\"
-                (echo it has a child)";
-            let mut command = Command::new("/bin/sh");
-            command.args(["-c", script]);
-            let bounds = Bounds {
-                longest: 0,
-                seconds: 60,
-            };
-            let fd = file.as_raw_fd();
-            confined(&mut command, [fd, fd], bounds, user);
-            command.output().map_err(|_| Errno::IO)
+            let script = "read line; (echo it has a child)";
+            let (child, _) = confined_shell(script, &file).map_err(|_| Errno::IO)?;
+            // Its other end is held until then.
+            let of = |name| std::fs::read_to_string(format!("/proc/{}/{name}", child.id()));
+            let of_child = (of("status"), of("oom_score_adj"));
+            let output = child.wait_with_output().map_err(|_| Errno::IO)?;
+            Ok((of_child, output.stdout))
         });
         std::fs::write(badness, before.trim()).unwrap();
-        let said = said.expect("it ran");
-        let words = String::from_utf8_lossy(&said.stdout).replace('\t', " ");
+        let ((status, badness), words) = seen.expect("it ran");
+        let status = status.unwrap().replace('\t', " ");
         for line in [
             "Uid: 65534 65534 65534 65534\n",
             "Gid: 65533 65533 65533 65533\n",
-            "Groups:\n",
             "CapPrm: 0000000000000000\n",
             "CapEff: 0000000000000000\n",
             "NoNewPrivs: 1\n",
             "Seccomp: 2\n",
-            "badness: 0\n",
         ] {
-            assert!(words.contains(line), "{line}: {words}");
+            assert!(status.contains(line), "{line}: {status}");
         }
-        assert!(!words.contains("it has a child"), "{words}");
+        let groups = status.lines().find_map(|line| line.strip_prefix("Groups:"));
+        assert_eq!(groups.map(str::trim), Some(""), "{status}");
+        assert_eq!(badness.unwrap().trim(), "0");
+        assert_eq!(String::from_utf8_lossy(&words), "", "it has no child");
+    }
+
+    #[test]
+    fn a_program_that_is_confined_opens_its_own_files_and_neither_others_nor_the_memory_of_its_user_s_processes()
+     {
+        if !is_root() {
+            return;
+        }
+        let User { uid, gid } = NOBODY;
+        let mut other = Command::new(SHELL);
+        other.args(["-c", "read line"]).uid(uid).gid(gid);
+        let mut other = other.stdin(Stdio::piped()).spawn().unwrap();
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let everybody = std::fs::Permissions::from_mode;
+        std::fs::set_permissions(dir.path(), everybody(0o755)).unwrap();
+        let [own, foreign] = ["own", "foreign"].map(|name| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, "text").unwrap();
+            std::fs::set_permissions(&path, everybody(0o666)).unwrap();
+            path.to_str().unwrap().to_owned()
+        });
+        let memory = format!("/proc/{}/mem", other.id());
+        let tried = [own.as_str(), "/etc/passwd", &foreign, &memory];
+        let script = format!(
+            "for file in {}; do true < $file && echo $file; done; true >> {foreign} && echo writes",
+            tried.join(" ")
+        );
+        let lines = |output: std::process::Output| {
+            let words = String::from_utf8(output.stdout).unwrap();
+            words.lines().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let mut free = Command::new(SHELL);
+        free.args(["-c", &script]).uid(uid).gid(gid);
+        let free = lines(free.output().unwrap());
+        let confined = crate::rights::as_user(uid, gid, || {
+            let file = File::open(&own).map_err(|_| Errno::IO)?;
+            let (child, are_kept) = confined_shell(&script, &file).map_err(|_| Errno::IO)?;
+            let output = child.wait_with_output().map_err(|_| Errno::IO)?;
+            Ok((output, are_kept))
+        });
+        other.kill().unwrap();
+        other.wait().unwrap();
+        let (confined, are_kept) = confined.expect("it ran");
+        if !are_kept {
+            return println!("skipped: this kernel has no Landlock");
+        }
+        if free.len() < tried.len() + 1 {
+            println!("skipped in part: processes of one user are kept apart here: {free:?}");
+        }
+        assert!(free.contains(&foreign), "{free:?}");
+        assert_eq!(lines(confined), [own]);
     }
 }

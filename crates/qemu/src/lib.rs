@@ -24,6 +24,7 @@ pub mod make_disk;
 pub mod neighbours;
 mod no_network;
 pub mod on_ram;
+mod only_files;
 pub mod packet;
 pub mod privileges;
 pub mod process;

@@ -312,6 +312,17 @@ fn only_what_the_common_user_may_is_read_and_made() {
     nobody().unwrap();
     let found = std::fs::metadata(here.at("root.raw")).unwrap();
     assert_eq!((found.uid(), found.gid()), (uid, gid));
+    // By a program of that user, which is confined.
+    if !qemu_img(&here, &["convert", "-O", "qcow2", "base", "base.qcow2"]) {
+        return;
+    }
+    for name in ["base", "root.raw"] {
+        std::fs::remove_file(here.at(name)).unwrap();
+    }
+    std::fs::rename(here.at("base.qcow2"), here.at("base")).unwrap();
+    mode(0o644);
+    nobody().unwrap();
+    assert_eq!(std::fs::read(here.at("root.raw")).unwrap(), [1; 512]);
 }
 
 /// Has qemu-img do something with an image of this name; false where there is no qemu-img.
