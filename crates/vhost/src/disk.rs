@@ -361,7 +361,7 @@ impl Device {
             Err(error) => self.broke(number, &error),
         }
         // Whatever it waits for may have come while nobody listened.
-        if let Some(queue) = self.queues.get(number) {
+        if let Some(queue) = self.queues.get_mut(number) {
             queue.interrupt();
         }
         match std::mem::replace(&mut self.told_size, true) {

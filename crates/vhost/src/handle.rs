@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_blockio::{Filter, Image};
 use rustix::event::{EventfdFlags, eventfd};
@@ -15,9 +15,14 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::Error;
 use crate::disk::{Device, Settings};
 use crate::handover::Handover;
+use crate::rouse::rouse;
 
 /// How long its thread has for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+/// A thread that has not answered for so long is got out of a system call in which it may wait.
+const ROUSE_AFTER: Duration = Duration::from_secs(1);
+/// How often then.
+const ROUSE_EVERY: Duration = Duration::from_millis(100);
 
 /// What a disk's thread is told.
 pub(crate) enum Command {
@@ -260,18 +265,38 @@ impl Disk {
     fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<T, Error> {
         let (answer, answers) = channel();
         self.tell(command(answer))?;
-        answers.recv_timeout(ANSWER).map_err(|error| match error {
+        self.roused(&answers).map_err(|error| match error {
             RecvTimeoutError::Timeout => Error::Silent { waited: ANSWER },
             RecvTimeoutError::Disconnected => Error::Ended,
         })
+    }
+
+    /// What comes of the thread, which is roused if that takes long.
+    fn roused<T>(&self, news: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+        let soon = news.recv_timeout(ROUSE_AFTER);
+        if !matches!(soon, Err(RecvTimeoutError::Timeout)) {
+            return soon;
+        }
+        // It may wait for one thing after the other, and a signal that comes before it waits does nothing.
+        let until = Instant::now() + (ANSWER - ROUSE_AFTER);
+        loop {
+            self.thread.as_ref().inspect(|thread| rouse(thread));
+            let answer = news.recv_timeout(ROUSE_EVERY);
+            let is_over = !matches!(answer, Err(RecvTimeoutError::Timeout));
+            if is_over || Instant::now() >= until {
+                return answer;
+            }
+        }
     }
 }
 
 impl Drop for Disk {
     fn drop(&mut self) {
         let _ = self.tell(Command::Stop);
-        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        match (ended.recv_timeout(ANSWER), self.thread.take()) {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_ended = self.roused(&ended);
+        drop(ended);
+        match (has_ended, self.thread.take()) {
             (Err(RecvTimeoutError::Disconnected), Some(thread)) => drop(thread.join()),
             _ => tracing::error!(
                 "a disk's thread does not end; its image stays locked until it does"

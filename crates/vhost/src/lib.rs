@@ -31,6 +31,7 @@ pub mod message;
 mod own_image;
 mod queue;
 pub mod ring;
+mod rouse;
 mod shared_area;
 mod unheard;
 

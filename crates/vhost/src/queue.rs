@@ -6,13 +6,14 @@
 //! broken: what is under way is answered, and nothing more is taken until it is set up anew.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
 use godwit_blockio::{Bottom, Data, Outcome, Request, Stack, Work};
 use godwit_guestmem::{DeviceMemory, RamFile};
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 use vm_memory::{Bytes as _, GuestAddress};
 
 use crate::block::{Asked, Geometry, Status, understand};
@@ -340,11 +341,10 @@ impl Queue {
     /// Whom to interrupt from now on; nobody waits for whoever that is.
     pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) -> Result<(), Error> {
         if let Some(call) = &call {
+            must_be_eventfd(call)?;
             let set = rustix::fs::fcntl_getfl(call)
                 .and_then(|flags| rustix::fs::fcntl_setfl(call, flags | OFlags::NONBLOCK));
-            set.map_err(|error| {
-                Error::system("use the descriptor of a queue's interrupts", error)
-            })?;
+            set.map_err(no_interrupts)?;
         }
         self.call = call;
         // What was answered while there was nobody to call.
@@ -352,16 +352,39 @@ impl Queue {
         Ok(())
     }
 
-    /// Interrupts the driver in any case.
-    pub(crate) fn interrupt(&self) {
-        if let Some(call) = &self.call {
-            // An eventfd that is full has been signalled already.
-            let _ = rustix::io::write(call, &1u64.to_ne_bytes());
+    /// Interrupts the driver in any case. A QEMU that lets us wait for that, which it can by taking back that nobody waits, is
+    /// given up once this thread was roused.
+    pub(crate) fn interrupt(&mut self) {
+        // An eventfd that is full has been signalled already.
+        let written = self
+            .call
+            .as_ref()
+            .map(|call| rustix::io::write(call, &1u64.to_ne_bytes()));
+        if let Some(Err(Errno::INTR)) = written {
+            self.call = None;
+            tracing::warn!(
+                queue = self.number,
+                "QEMU lets a disk wait for its interrupts: it gets no more of them"
+            );
         }
     }
 
     /// The driver did what no driver does. Returns whether that is news.
     pub(crate) fn broke(&mut self) -> bool {
         !std::mem::replace(&mut self.broken, true)
+    }
+}
+
+fn no_interrupts(error: impl Into<std::io::Error>) -> Error {
+    Error::system("use the descriptor of a queue's interrupts", error)
+}
+
+/// Nothing else is written to: a file may be on storage that hangs, and of a device nobody knows what it does.
+fn must_be_eventfd(call: &OwnedFd) -> Result<(), Error> {
+    let link = format!("/proc/self/fd/{}", call.as_raw_fd());
+    let kind = std::fs::read_link(link).map_err(no_interrupts)?;
+    match kind.as_os_str() == "anon_inode:[eventfd]" {
+        true => Ok(()),
+        false => Err(no_interrupts(Errno::INVAL)),
     }
 }

@@ -3,10 +3,13 @@
 mod common;
 
 use common::{
-    FREE, GUEST, Gate, INDIRECT, NEXT, Part, RAM, Site, WRITE, into, out, pair, places, raw,
+    FREE, GUEST, Gate, INDIRECT, LONG, NEXT, Part, RAM, Site, WRITE, into, out, pair, places, raw,
     wait_until,
 };
-use std::os::fd::AsFd as _;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::OFlags;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 
@@ -320,19 +323,57 @@ fn the_configuration_is_not_for_writing_and_a_driver_that_tries_keeps_its_disk()
     assert_eq!(site.status(0), 0);
 }
 
+/// An eventfd to which nothing can be added.
+fn full() -> OwnedFd {
+    let full = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    full
+}
+
 #[test]
 fn an_interrupt_that_nobody_takes_stops_no_disk() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
     let mut guest = site.guest();
-    // A pipe that is full stands for an eventfd.
-    let (_reader, writer) = rustix::pipe::pipe().unwrap();
-    rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
-    rustix::io::write(&writer, &[0; 4096]).unwrap();
-    guest.send(13, &0u64.to_le_bytes(), &[writer.as_fd()]);
+    guest.send(13, &0u64.to_le_bytes(), &[full().as_fd()]);
     guest.number(1);
     guest.submit(0, &site.write_of(0, 0, 1, 512));
-    still_works(&site, &mut guest, "a full pipe");
+    still_works(&site, &mut guest, "a full eventfd");
+}
+
+#[test]
+fn an_interrupt_that_qemu_makes_wait_stops_a_disk_for_a_moment() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let call = full();
+    guest.send(13, &0u64.to_le_bytes(), &[call.as_fd()]);
+    guest.number(1);
+    let flags = rustix::fs::fcntl_getfl(&call).unwrap();
+    assert!(flags.contains(OFlags::NONBLOCK));
+    rustix::fs::fcntl_setfl(&call, flags - OFlags::NONBLOCK).unwrap();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    // The answer is there before the interrupt, for which the thread waits then.
+    let until = Instant::now() + LONG;
+    while guest.answered(0).is_none() {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    assert!(disk.status().unwrap().connected);
+    still_works(&site, &mut guest, "an eventfd that is waited for");
+}
+
+#[test]
+fn what_is_no_eventfd_is_never_interrupted_by() {
+    let site = Site::new(MIB);
+    let _disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let file = tempfile::tempfile().unwrap();
+    guest.send(13, &0u64.to_le_bytes(), &[file.as_fd()]);
+    assert!(guest.ask(1, &[]).is_none(), "it is still heard");
+    assert_eq!(file.metadata().unwrap().len(), 0);
+    let mut next = site.guest();
+    still_works(&site, &mut next, "a file");
 }
 
 #[test]
