@@ -6,7 +6,7 @@ use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
 use godwit_types::disk_activity::{DiskActivity, DiskWork};
 use godwit_types::site::{Claim, SiteHost, SiteTable};
-use godwit_types::vm::Accelerator;
+use godwit_types::vm::{Accelerator, DiskSpec};
 use std::collections::BTreeMap;
 
 fn host(name: &str) -> HostName {
@@ -172,6 +172,30 @@ fn a_destination_that_was_named_and_is_silent_makes_the_vm_unreachable() {
     };
     hear(&mut state, "a", says(VmState::Stopped, 4, moved));
     assert_eq!(place_and_state(&state), is("b", VmState::Unreachable));
+}
+
+#[test]
+fn a_vm_whose_disk_only_a_silent_host_has_is_not_said_to_start_elsewhere() {
+    let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    state.lose(&host("a"));
+    let mut note = |shared| {
+        let disk = DiskSpec {
+            shared,
+            ..DiskSpec::new("root", "/root.raw")
+        };
+        state.vms.get_mut(&web()).unwrap().spec.disks = vec![disk];
+        state.vm_view(&web(), 0).unwrap().note.unwrap()
+    };
+    let (alone, shared) = (note(false), note(true));
+    assert!(
+        alone.ends_with("bring it back, which alone has its disk 'root'"),
+        "{alone}"
+    );
+    assert!(
+        shared.contains("run 'godwit host fenced a' and start web again"),
+        "{shared}"
+    );
 }
 
 #[test]

@@ -103,13 +103,7 @@ impl State {
         match state {
             VmState::InDoubt => self.doubt_note(name, place),
             VmState::Unreachable if !place.connected => {
-                let heard = self.hosts.get(&place.host);
-                let since = heard.and_then(|host| host.silent_s(now_unix_s));
-                let since = since.map_or_else(String::new, |s| format!(" for {s} s"));
-                Some(format!(
-                    "host {0} may run it and has not answered{since}: bring it back; or, when it is powered off, run 'godwit host fenced {0}' and start {name} again",
-                    place.host
-                ))
+                Some(self.silent_note(name, &place.host, now_unix_s))
             }
             VmState::DamagedRecord => self
                 .damaged_at(name)
@@ -124,6 +118,21 @@ impl State {
                 |kept| kept.to_string(),
             )),
             _ => place.vm.as_ref().and_then(|vm| vm.note.clone()),
+        }
+    }
+
+    fn silent_note(&self, name: &VmName, host: &HostName, now_unix_s: i64) -> String {
+        let heard = self.hosts.get(host);
+        let since = heard.and_then(|host| host.silent_s(now_unix_s));
+        let since = since.map_or_else(String::new, |s| format!(" for {s} s"));
+        let silent = format!("host {host} may run it and has not answered{since}: bring it back");
+        let disks = self.vms.get(name).map_or(&[][..], |vm| &vm.spec.disks);
+        // Elsewhere it could not start.
+        match disks.iter().find(|disk| disk.goes_along()) {
+            Some(disk) => format!("{silent}, which alone has its disk '{}'", disk.name),
+            None => format!(
+                "{silent}; or, when it is powered off, run 'godwit host fenced {host}' and start {name} again"
+            ),
         }
     }
 
