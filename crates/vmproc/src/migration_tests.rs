@@ -1,5 +1,6 @@
 //! How a migration begins, is cancelled and ends, and what each side says of why.
 
+use crate::disks::FullDisk;
 use crate::testing::{FakeQemu, LONG, Site, answer, ask, holds, migration, open, report};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
@@ -324,6 +325,29 @@ fn a_destination_hears_that_its_source_s_vm_process_died() {
     });
     assert_eq!(posted(&vm), [abort]);
     drop(qemu);
+}
+
+#[test]
+fn a_guest_whose_disk_is_full_for_long_while_it_moves_stays_and_can_be_paused_then() {
+    let site = Site::new();
+    let (mut vm, qemu) = source(&site);
+    let full = FullDisk {
+        disk: "root".into(),
+        path: "/root.raw".into(),
+    };
+    vm.is_full_for_long(full.clone());
+    let ended = vm.report(&id_m()).unwrap().unwrap();
+    assert_eq!(ended.outcome, Some(Outcome::Failed));
+    let why = ended.reason.unwrap();
+    assert!(why.contains("its disk 'root' is full"), "{why}");
+    assert_eq!(qemu.asked("stop"), 0);
+    assert!(matches!(
+        vm.status,
+        godwit_ownership::Status::Running { .. }
+    ));
+    vm.is_full_for_long(full);
+    assert_eq!(vm.core.record().power(), Some(Power::WaitsForRoom));
+    assert_eq!(qemu.asked("stop"), 1);
 }
 
 // ---- what comes too late ----

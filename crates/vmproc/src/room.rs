@@ -4,12 +4,13 @@
 //! time. What waits is left where the next start of the disk finds it (`vhost`). That the guest stands still for this, and not since
 //! a person paused it, is in its durable record: a successor goes on waiting, and a host that lost its power boots the guest. Which
 //! disk it is, is noted beside QEMU's identity, for people. A person's pause counts more, and ends that.
-//! Refuses: to move a guest whose disk is full to another host.
+//! Refuses: to move a guest whose disk is full to another host; a migration in which one becomes full ends, and the guest stays.
 
 use crate::disks::FullDisk;
 use crate::faults::{patience, planted};
 use crate::input::Input;
 use crate::vm::Vm;
+use godwit_migrate::why::Why;
 use godwit_ownership::{Event, Power, Status};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode};
@@ -47,6 +48,13 @@ impl WaitsForRoom {
     }
 }
 
+/// What is done about a disk that has been full for long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Remedy {
+    Pause,
+    Stay,
+}
+
 /// A wait for room that is under way. Whoever watches for it ends with it.
 #[derive(Debug)]
 struct Wait {
@@ -77,8 +85,7 @@ impl Vm {
             (false, Some(_)) => self.wait_no_more(),
             _ => {}
         }
-        let runs = matches!(self.status, Status::Running { .. });
-        if !runs || self.migration.is_some() || self.unsure.is_some() {
+        if self.remedy().is_none() || self.unsure.is_some() {
             return;
         }
         let within = |limit, at: Option<Instant>| at.is_some_and(|at| at.elapsed() < limit);
@@ -92,8 +99,31 @@ impl Vm {
             false => patience(PATIENCE),
         };
         if let Some((full, _)) = full.filter(|(_, waits)| *waits >= most) {
-            self.pause_for_room(full);
+            self.is_full_for_long(full);
         }
+    }
+
+    pub(crate) fn is_full_for_long(&mut self, full: FullDisk) {
+        match self.remedy() {
+            Some(Remedy::Pause) => self.pause_for_room(full),
+            Some(Remedy::Stay) => self.stay_for_room(&full),
+            None => {}
+        }
+    }
+
+    /// What is done for a guest that runs.
+    fn remedy(&self) -> Option<Remedy> {
+        match (&self.status, &self.migration) {
+            (Status::Running { .. }, None) => Some(Remedy::Pause),
+            (Status::Migrating { .. }, Some(_)) => Some(Remedy::Stay),
+            _ => None,
+        }
+    }
+
+    /// Ends its migration, which could not end well, so that it can be paused.
+    fn stay_for_room(&mut self, full: &FullDisk) {
+        let why = full.keeps_its_guest(&self.config);
+        self.feed_because(Event::Cancel, Some(Why::failure(&why)));
     }
 
     /// Whether the guest stands still until its disk has room: as its record says, which a person's pause changes.
@@ -219,7 +249,7 @@ impl Vm {
     }
 
     /// What waits for room would stay here.
-    pub(crate) fn refuse_while_full(&self) -> Result<(), ApiError> {
+    pub(crate) fn must_not_be_full(&self) -> Result<(), ApiError> {
         let refused = |message| {
             let error = ApiError::new(ErrorCode::WrongState, message);
             Err(error.on_host(&self.config.host))
