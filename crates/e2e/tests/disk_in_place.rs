@@ -182,6 +182,15 @@ fn a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right
         is_at(&mut site, if is_moved { &fast } else { &first })?;
         let other = if is_moved { &first } else { &fast };
         is_empty_beside(other, point)?;
+        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
+            bail!("no moves");
+        };
+        let states: Vec<_> = moves.past.iter().map(|disk| disk.state).collect();
+        let wanted = match is_moved {
+            true => DiskMoveState::Moved,
+            false => DiskMoveState::Failed,
+        };
+        ensure!(states == [wanted], "{point}: {moves:?}");
         site.goes_on(&site.pair.a, 20)
             .with_context(|| point.to_owned())?;
         site.is_whole(&site.pair.a)

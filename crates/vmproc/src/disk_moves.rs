@@ -35,7 +35,11 @@ impl Vm {
         self.refuse_while_moving()?;
         self.refuse_while_resizing()?;
         if self.core.record().may_run().is_none() {
-            return Err(self.not_running());
+            let mut error = self.not_running();
+            error
+                .message
+                .push_str(": a disk moves while its guest runs");
+            return Err(error);
         }
         // It has to say where the disks are before their former images may go.
         self.host_vm()?;

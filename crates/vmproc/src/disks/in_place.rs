@@ -8,7 +8,7 @@
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
 use super::claim::Taking;
-use super::history::{self, past_moves};
+use super::history;
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
 use super::moving::begin_copying;
@@ -45,6 +45,8 @@ const NOT_KEPT_UP: &str =
     "the new image does not keep up with what the guest writes: try again when it writes less";
 
 /// Disks that are moved on this host, or were last.
+    /// Held by whoever writes them.
+    writing: Mutex<()>,
 #[derive(Debug)]
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
@@ -55,11 +57,12 @@ pub(super) struct Moves {
     turn: Mutex<()>,
 }
 
+            writing: Mutex::default(),
 impl Moves {
     pub(super) fn of(paths: &Paths) -> Self {
         Self {
             disks: Mutex::default(),
-            past: Mutex::new(past_moves(paths)),
+            past: Mutex::new(history::settled(paths)),
             is_cancelled: AtomicBool::new(false),
             turn: Mutex::default(),
         }
@@ -206,6 +209,7 @@ impl Served {
     }
 
     fn note(&self, name: &str, change: impl FnOnce(&mut DiskMove)) {
+        self.keep_moves();
         let mut disks = lock(&self.moves.disks);
         if let Some(disk) = disks.iter_mut().find(|disk| disk.disk == name) {
             change(disk);
@@ -245,13 +249,21 @@ impl Served {
             Err(Stopped::Cancelled) => disk.state = DiskMoveState::Cancelled,
             Err(Stopped::Failed(why)) => {
                 tracing::warn!(disk = disk.disk, to = disk.to, why, "a disk is not moved");
+        self.keep_moves();
+    }
+
+    /// Nobody who asks waits for the file, and what is written last is what is so last.
+    fn keep_moves(&self) {
+        let _one = lock(&self.moves.writing);
+        let disks = lock(&self.moves.disks).clone();
+        let past = lock(&self.moves.past).clone();
+        history::keep(&self.paths, &disks, &past);
                 (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
             }
         }
-        // Nobody who asks waits for the file.
-        let past = lock(&self.moves.past).clone();
-        let past = history::keep(&self.paths, past, &disk);
-        *lock(&self.moves.past) = past;
+        let mut past = lock(&self.moves.past);
+        *past = history::with_one_more(&past, disk.clone());
+        drop(past);
         self.note(name, |now| *now = disk);
     }
 
@@ -264,6 +276,7 @@ impl Served {
                 "what an earlier move left is not removed yet: see the log of the VM process"
                     .into(),
             );
+        self.keep_moves();
         }
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let since = since.unwrap_or_default();
