@@ -4,12 +4,13 @@
 
 use crate::disk_rows::disk_rows;
 use crate::figures::columns;
+use crate::host_rows::info_rows;
 use crate::plain;
 use crate::tables::vms_of;
 use comfy_table::{ContentArrangement, Table, presets};
 use godwit_types::VmSpec;
 use godwit_types::control_api::{HostState, HostView, VmView};
-use godwit_types::host::{Check, CheckStatus, HostInfo};
+use godwit_types::host::{Check, CheckStatus};
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{MigrationReport, Outcome, PreflightReport};
 use godwit_types::site::{Claim, Standing};
@@ -526,63 +527,6 @@ fn host_state(host: &HostView) -> String {
         HostState::Connected => "connected".into(),
         HostState::Unreachable => "unreachable".into(),
     }
-}
-
-fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
-    let addresses: Vec<String> = info
-        .migration_addresses
-        .iter()
-        .map(ToString::to_string)
-        .collect();
-    let groups: Vec<String> = info
-        .port_groups
-        .iter()
-        .map(|(group, bridge)| format!("{group}={bridge}"))
-        .collect();
-    vec![
-        ("name", info.name.to_string()),
-        ("agent", info.agent_address.to_string()),
-        ("godwit", info.version.clone()),
-        (
-            "speaks",
-            format!(
-                "protocol {}, migration {}, hardware {}",
-                info.speaks.protocol, info.speaks.migration, info.speaks.hardware
-            ),
-        ),
-        ("kernel", info.kernel.clone()),
-        ("qemu", info.qemu.clone()),
-        ("runs guests on", info.accelerator.to_string()),
-        ("cpu models", models_of(info)),
-        (
-            "encryption",
-            if info.encryption {
-                "yes".into()
-            } else {
-                "no".into()
-            },
-        ),
-        ("cpus", info.cpus.to_string()),
-        (
-            "memory",
-            format!(
-                "{} of {} MiB free",
-                info.memory_free_mib, info.memory_total_mib
-            ),
-        ),
-        ("migration addresses", addresses.join(", ")),
-        ("port groups", groups.join(", ")),
-    ]
-}
-
-/// Without the names that stand for a version of the same model.
-fn models_of(info: &HostInfo) -> String {
-    let plain = |name: &&String| {
-        let version = name.rsplit_once("-v").map(|(_, version)| version);
-        version.is_none_or(|version| !version.bytes().all(|byte| byte.is_ascii_digit()))
-    };
-    let names = info.models_under(info.accelerator).iter().filter(plain);
-    names.map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
 fn state_of(report: &MigrationReport) -> String {

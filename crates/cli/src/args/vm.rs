@@ -115,6 +115,8 @@ pub enum VmCommand {
         yes: bool,
     },
     /// Delete a stopped VM
+    ///
+    /// The images of its disks stay where they are.
     #[command(after_help = "Example:\n  godwit vm delete web")]
     Delete {
         /// The VM
@@ -137,7 +139,7 @@ pub enum VmCommand {
     ///
     /// A guest that runs sees the new size at once; partitions and file systems on it are the guest's own. A disk is never made smaller.
     #[command(
-        after_help = "Of a block device: make the device larger first (lvextend), then name its size in whole GiB.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
+        after_help = "Of a block device: make the device larger first, then name its size in whole GiB.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
     )]
     ResizeDisk(VmResizeDisk),
     /// Limit what a guest may have of a disk in a second
