@@ -18,6 +18,7 @@ use godwit_testkit::guest::debian;
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
 use godwit_testkit::lab::{Lab, LabConfig, Machine};
+use godwit_testkit::link::LinkSpec;
 use godwit_testkit::stage::{Stage, go_on};
 use godwit_testkit::touch;
 use guest::{Guest, MEMORY_MIB};
@@ -38,6 +39,9 @@ struct Arguments {
     /// Longest pause that a move may make, ms
     #[arg(long, default_value_t = 100)]
     max_downtime: u64,
+    /// An emulated link between the hosts, such as rtt=150ms,rate=1gbit; without it they are as near as this machine makes them
+    #[arg(long)]
+    link: Option<LinkSpec>,
     /// Leave everything running and print how to look around
     #[arg(long)]
     keep: bool,
@@ -120,6 +124,7 @@ impl<'a> Demo<'a> {
         let lab = Lab::new(LabConfig {
             name,
             keep: arguments.keep,
+            link: arguments.link,
             ..LabConfig::default()
         })?;
         let bin = std::env::current_exe()?
