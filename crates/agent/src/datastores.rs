@@ -11,7 +11,7 @@ use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::vm::{DiskSpec, VmSpec, room_for_images};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::path::Path;
@@ -80,7 +80,7 @@ pub(crate) fn places(
         refusals.push(refused(
             ErrorCode::Preflight,
             format!(
-                "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free: make room there, or choose another one",
+                "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free for disks that come: make room there, or choose another one",
                 mib(needed),
                 mib(room)
             ),
@@ -160,7 +160,8 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     if room.f_flag.contains(StatVfsMountFlags::RDONLY) {
         return Err(format!("{what} is mounted for reading only: {path}"));
     }
-    Ok(room.f_bavail.saturating_mul(room.f_frsize))
+    let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
+    Ok(room_for_images(bytes(room.f_blocks), bytes(room.f_bavail)))
 }
 
 impl Agent {

@@ -2,12 +2,12 @@
 //!
 //! Who owns the state: the migration that fills it; several threads carry changes out at the same time. Of two changes of the
 //! same bytes the one with the higher number stays, whichever comes first. What it refuses: changes beyond the image's end,
-//! and a source that has more under way than any has.
+//! a source that has more under way than any has, and to take the last room of a file system.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,13 +15,17 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use godwit_mirror::{Newest, overlap};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::Errno;
+use rustix::ioctl::{Setter, ioctl, opcode};
 
+use crate::kept_room::KeptRoom;
 use crate::{Buffer, Error, Image};
 
 /// Most ranges that are remembered: a source has far fewer changes under way.
 const REMEMBERED_MAX: usize = 1 << 18;
 /// So many changes are forgotten at a time.
 const FORGET_EVERY: u64 = 1024;
+/// File systems' blocks are no larger, so that a range can be cloned whose ends are multiples of this, or the image's end.
+const BLOCK_MOST: u64 = 64 << 10;
 /// Bytes of zero that are written at once where they cannot be punched.
 const ZEROS: usize = 1 << 20;
 
@@ -33,8 +37,19 @@ pub struct Arriving {
     file: File,
     bytes: u64,
     memory_alignment: usize,
+    kept_room: KeptRoom,
     state: Mutex<State>,
     freed: Condvar,
+}
+
+/// What came of letting an image have the blocks of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cloned {
+    Whole,
+    /// Not in parts of a block, as a later change has left them.
+    NotThis,
+    /// Not at all: the file system cannot, or fails, which copying will tell.
+    None,
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +74,7 @@ impl Arriving {
             file: file.into(),
             bytes: image.bytes(),
             memory_alignment: image.alignment().memory as usize,
+            kept_room: KeptRoom::default(),
             state: Mutex::default(),
             freed: Condvar::new(),
         })
@@ -79,10 +95,58 @@ impl Arriving {
         content: Option<&[u8]>,
     ) -> Result<(), Error> {
         let len = range.end.checked_sub(range.start);
-        let fits = content.is_none_or(|content| len == Some(content.len() as u64));
-        if range.end > self.bytes || len.is_none() || !fits {
-            let reason = format!("the source changes bytes that it does not have ({range:?})");
-            return Err(self.unusable(reason));
+        if content.is_some_and(|content| len != Some(content.len() as u64)) {
+            return Err(self.beyond(range));
+        }
+        let done = self.carry_out(number, below, range, |won| match content {
+            Some(content) => {
+                let at = (won.start - range.start) as usize;
+                let end = at + (won.end - won.start) as usize;
+                self.write(won.start, content.get(at..end).unwrap_or_default())
+            }
+            None => self.zero(won),
+        });
+        done?.map_err(|source| Error::Image {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    /// As [`Self::apply`], with what this file of the same file system has there, whose blocks both have from then on.
+    pub(crate) fn clone_from(
+        &self,
+        number: u64,
+        below: u64,
+        range: &Range<u64>,
+        source: &File,
+    ) -> Result<Cloned, Error> {
+        let done = self.carry_out(number, below, range, |won| {
+            let cloned = clone_range(&self.file, source, won);
+            cloned.map_err(|errno| (errno, won.clone()))
+        })?;
+        let is_part = |won: &Range<u64>| {
+            let ends = [won.start, won.end];
+            let mut ends = ends.iter().filter(|at| **at != self.bytes);
+            ends.any(|at| !at.is_multiple_of(BLOCK_MOST))
+        };
+        Ok(match done {
+            Ok(()) => Cloned::Whole,
+            Err((Errno::INVAL, won)) if is_part(&won) => Cloned::NotThis,
+            Err(_) => Cloned::None,
+        })
+    }
+
+    /// Does something with those of the bytes that no later change has changed, one after the other with all that overlap.
+    fn carry_out<E>(
+        &self,
+        number: u64,
+        below: u64,
+        range: &Range<u64>,
+        work: impl FnMut(&Range<u64>) -> Result<(), E>,
+    ) -> Result<Result<(), E>, Error> {
+        if range.end > self.bytes || range.start > range.end {
+            return Err(self.beyond(range));
         }
         let mut state = self.lock();
         if below >= state.below.saturating_add(FORGET_EVERY) {
@@ -99,25 +163,20 @@ impl Arriving {
         let wins = state.newest.admit(number, range.clone());
         state.busy.push(range.clone());
         drop(state);
-        let done = wins.iter().try_for_each(|won| match content {
-            Some(content) => {
-                let at = (won.start - range.start) as usize;
-                let end = at + (won.end - won.start) as usize;
-                self.write(won.start, content.get(at..end).unwrap_or_default())
-            }
-            None => self.zero(won),
-        });
+        let done = wins.iter().try_for_each(work);
         let mut state = self.lock();
         if let Some(at) = state.busy.iter().position(|busy| busy == range) {
             state.busy.swap_remove(at);
         }
         drop(state);
         self.freed.notify_all();
-        done.map_err(|source| Error::Image {
-            action: "write",
-            path: self.path.clone(),
-            source,
-        })
+        Ok(done)
+    }
+
+    fn beyond(&self, range: &Range<u64>) -> Error {
+        self.unusable(format!(
+            "the source changes bytes that it does not have ({range:?})"
+        ))
     }
 
     /// The channels are made anew, and nothing of the old ones comes any more: what is sent again has later numbers.
@@ -135,6 +194,7 @@ impl Arriving {
     }
 
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
+        self.kept_room.take(&self.file, content.len() as u64)?;
         let address = content.as_ptr() as usize;
         if address.is_multiple_of(self.memory_alignment.max(1)) {
             return self.file.write_all_at(content, at);
@@ -164,6 +224,7 @@ impl Arriving {
         while at < range.end {
             let len = (range.end - at).min(ZEROS as u64);
             let piece = zeros.bytes().get(..len as usize).unwrap_or_default();
+            self.kept_room.take(&self.file, len)?;
             self.file.write_all_at(piece, at)?;
             at += len;
         }
@@ -178,4 +239,26 @@ impl Arriving {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// As the kernel has it: FICLONERANGE.
+#[repr(C)]
+struct CloneRange {
+    from: i64,
+    from_start: u64,
+    bytes: u64,
+    to_start: u64,
+}
+
+/// Lets a file have the same blocks as another one of the same file system, which says whether it can.
+fn clone_range(to: &File, from: &File, range: &Range<u64>) -> Result<(), Errno> {
+    const CLONE: u32 = opcode::write::<CloneRange>(0x94, 13);
+    let cloned = CloneRange {
+        from: i64::from(from.as_raw_fd()),
+        from_start: range.start,
+        bytes: range.end - range.start,
+        to_start: range.start,
+    };
+    // SAFETY: the kernel takes this structure for this number, reads it during the call, and touches no memory of ours.
+    unsafe { ioctl(to, Setter::<CLONE, CloneRange>::new(cloned)) }
 }

@@ -110,8 +110,9 @@ impl Image {
         let alignment = alignment_of(&file).map_err(|source| failed("examine", source))?;
         if !block.is_multiple_of(u64::from(alignment.offset)) {
             let theirs = alignment.offset;
-            let reason =
-                format!("its device has blocks of {theirs} bytes, the disk of {block_bytes}");
+            let reason = format!(
+                "its device has blocks of {theirs} bytes, the disk of {block_bytes}: use a device with such blocks, or a btrfs"
+            );
             return Err(unusable(path, &reason));
         }
         Ok(Self {
@@ -159,10 +160,18 @@ impl Image {
             path: self.path.clone(),
             source,
         };
-        let synced = rustix::fs::fdatasync(&self.file);
+        let synced = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(&self.file));
         synced.map_err(|error| failed("make durable", error.into()))?;
         image_lock::release(&self.file, name).map_err(|source| failed("unlock", source))?;
         Ok(())
+    }
+
+    /// Whether both are files of one file system.
+    pub(crate) fn is_beside(&self, other: &File) -> bool {
+        let of = |file: &File| file.metadata().ok().filter(|found| found.is_file());
+        of(&self.file)
+            .zip(of(other))
+            .is_some_and(|(one, other)| one.dev() == other.dev())
     }
 
     /// Tells this file or block device from every other of this host, for as long as it is open somewhere.

@@ -14,6 +14,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("godwit-blockio needs 64-bit Linux");
 
+mod approach;
 mod arriving;
 mod buffer;
 mod engine;
@@ -25,21 +26,23 @@ pub mod grow;
 pub mod holder;
 mod image;
 mod image_lock;
-mod pace;
+mod kept_room;
 mod reactor;
 mod request;
 mod second_image;
 mod stack;
+mod under_way;
 
+pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress};
 pub use arriving::Arriving;
 pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;
-pub use estimate::Estimate;
+use estimate::Estimate;
 pub use filter::{Filter, Flow};
 pub use image::{Access, Alignment, Identity, Image};
 pub use image_lock::take as lock_file;
-pub use pace::{Pace, Waited, Waits};
+
 pub use reactor::Event;
 use reactor::Reactor;
 pub use request::{Data, Outcome, Request, Work};

@@ -2,8 +2,12 @@
 //!
 //! Needs root, loop devices and the programs that make file systems.
 
+mod common;
+
 use godwit_blockio::grow::{NotGrown, grow};
-use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work};
+use godwit_blockio::{
+    Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work,
+};
 use godwit_testkit::file_system::{DEVICE_BYTES, Device, Mount};
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -131,6 +135,91 @@ fn an_image_that_shares_its_blocks_with_another_works_as_before() {
         );
         drop(mount);
     }
+}
+
+fn free_bytes(place: &Path) -> u64 {
+    let found = rustix::fs::statvfs(place).unwrap();
+    found.f_bavail * found.f_frsize
+}
+
+#[test]
+fn a_disk_that_moves_within_a_file_system_shares_what_it_can_and_is_right_beside_writes() {
+    const BYTES: u64 = 48 << 20;
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    for (kind, shares) in [("ext4", false), ("xfs", true), ("btrfs", true)] {
+        let mount = device(512).and_then(|device| mounted(kind, device));
+        let Some(mount) = mount else {
+            println!("skipped: {kind} cannot be made here");
+            continue;
+        };
+        // What is written in blocks that are smaller than the file system's cannot be shared.
+        for (writes, block) in [(0, 4096), (2000, 4096), (2000, 512)] {
+            let at = |name| mount.place.path().join(name);
+            let (from, to) = (at("from.raw"), at("to.raw"));
+            std::fs::write(&from, vec![7; BYTES as usize]).unwrap();
+            File::open(&from).unwrap().sync_all().unwrap();
+            File::create(&to).unwrap().set_len(BYTES).unwrap();
+            let before = free_bytes(mount.place.path());
+            let source = File::open(&from).unwrap();
+            common::fill_beside_writes((&from, &to), Some(source), (writes, block), block);
+            let taken = before.saturating_sub(free_bytes(mount.place.path()));
+            println!(
+                "  {kind}, {writes} writes of {block}: {} MiB taken",
+                taken >> 20
+            );
+            let same = std::fs::read(&from).unwrap() == std::fs::read(&to).unwrap();
+            assert!(same, "{kind}, {writes} writes of {block}: they differ");
+            if writes == 0 {
+                let copied = taken >= BYTES / 2;
+                assert_eq!(copied, !shares, "{kind}: {taken} bytes are taken");
+            }
+            std::fs::remove_file(from).unwrap();
+            std::fs::remove_file(to).unwrap();
+        }
+        drop(mount);
+    }
+}
+
+#[test]
+fn an_image_that_arrives_leaves_room_to_disks_that_are_in_use() {
+    const BYTES: u64 = 600 << 20;
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    let Some(mount) = device(512).and_then(|device| mounted("ext4", device)) else {
+        println!("skipped: ext4 cannot be made here");
+        return;
+    };
+    let path = mount.image();
+    File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(BYTES)
+        .unwrap();
+    let image = Image::open(&path, Access::ReadWrite, 512).unwrap();
+    let arriving = Arriving::of(&image).unwrap();
+    let piece = Buffer::zeroed(1 << 20);
+    let mut pieces = (0..BYTES >> 20).map(|at| {
+        let range = at << 20..(at + 1) << 20;
+        arriving.apply(at + 1, at, &range, Some(piece.bytes()))
+    });
+    let refused = pieces.find_map(Result::err).unwrap().to_string();
+    assert!(
+        refused.contains("for disks that are in use: make room there"),
+        "{refused}"
+    );
+    let (free, kept) = (free_bytes(mount.place.path()), DEVICE_BYTES / 100);
+    assert!(
+        (kept / 2..2 * kept).contains(&free),
+        "{free} bytes are left"
+    );
+    drop((arriving, image));
+    drop(mount);
 }
 
 #[test]

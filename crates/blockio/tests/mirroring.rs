@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{read_all, volume};
+use common::{fill_beside_writes, numbers, read_all, request_of, volume, write_of};
 use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, SecondImage, Stack, Work,
+    Access, Arriving, Buffer, Data, Engine, Image, Outcome, SecondImage, Stack, Work,
 };
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -15,26 +15,6 @@ use std::time::Instant;
 const BYTES: u64 = 8 << 20;
 /// Changes that may be under way.
 const MOST: usize = 40;
-
-fn numbers(seed: u64) -> impl FnMut(u64) -> u64 {
-    let mut state = seed;
-    move |limit| {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) % limit
-    }
-}
-
-fn request_of(work: Work, data: Data, token: u64) -> Request {
-    Request::new(work, data, token, Instant::now())
-}
-
-fn write_of(start: u64, len: u64, fill: u8, token: u64) -> Request {
-    let mut buffer = Buffer::zeroed(len as usize);
-    buffer.bytes_mut().fill(fill);
-    request_of(Work::Write(start..start + len), Data::Own(buffer), token)
-}
 
 /// The way to the destination, which the test opens, closes, shuffles and cuts.
 #[derive(Default)]
@@ -230,40 +210,8 @@ fn of_two_changes_of_the_same_bytes_the_later_number_stays_and_none_reaches_beyo
 #[test]
 fn a_second_image_is_filled_while_writes_overlap_each_other_and_what_is_copied() {
     for seed in 0..10 {
-        let mut number = numbers(seed);
         let (from, to) = (volume(BYTES), volume(BYTES));
-        let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
-        let course = Course::default();
-        let second = SecondImage::of(&open(&to.path), &course).unwrap();
-        let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
-        let engine = Engine::new(open(&from.path)).unwrap();
-        let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
-        course.begin(None);
-        let (mut token, mut finished) = (0, 0);
-        while !course.is_synchronised() || token < 2000 || stack.under_way() > 0 {
-            while stack.under_way() < 16 && token < 2000 {
-                // Much of it in one place.
-                let start = number(if token % 2 == 0 { 64 } else { BYTES / 512 - 64 }) * 512;
-                let len = (1 + number(64)) * 512;
-                token += 1;
-                let one = match number(8) {
-                    0 => request_of(Work::Discard(start..start + len), Data::None, token),
-                    _ => write_of(start, len, number(256) as u8, token),
-                };
-                stack.submit(one, Instant::now());
-            }
-            stack.turn(None, &mut Vec::new()).unwrap();
-            while let Some((_, outcome)) = stack.finished() {
-                assert_eq!(outcome, Outcome::Done);
-                finished += 1;
-            }
-        }
-        while second.under_way_bytes() > 0 {
-            std::thread::yield_now();
-        }
-        second.sync().unwrap();
-        assert_eq!((finished, course.failure()), (token, None));
-        assert!(course.is_synchronised());
+        fill_beside_writes((&from.path, &to.path), None, (2000, 512), seed);
         assert!(read_all(&from) == read_all(&to), "seed {seed}: they differ");
     }
 }
@@ -273,7 +221,7 @@ fn a_second_image_that_cannot_be_written_ends_the_mirroring_and_no_write() {
     let (from, to) = (volume(BYTES), volume(BYTES));
     let course = Course::default();
     let unwritable = Image::open(&to.path, Access::ReadOnly, 512).unwrap();
-    let second = SecondImage::of(&unwritable, &course).unwrap();
+    let second = SecondImage::of(&unwritable, None, &course).unwrap();
     let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
     let image = Image::open(&from.path, Access::ReadWrite, 512).unwrap();
     let mut stack = Stack::new(vec![Box::new(mirroring)], Engine::new(image).unwrap());

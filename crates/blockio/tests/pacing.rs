@@ -1,7 +1,9 @@
 //! How fast a disk is copied, and what that is said to wait for: by a clock that the test sets.
 
-use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet, REGION};
-use godwit_blockio::{Bottom, Buffer, Data, Outcome, Pace, Request, Stack, Waits, Work};
+use godwit_blockio::filters::{
+    Bottleneck, Change, Course, Mirroring, Origin, Outlet, Pace, REGION,
+};
+use godwit_blockio::{Bottom, Buffer, Data, Outcome, Request, Stack, Work};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -141,12 +143,15 @@ fn a_cap_holds_what_is_copied_and_no_write_of_the_guest() {
             assert!(bench.writes(start), "second {second}, {ms} ms");
         }
     }
-    let seconds = bench.course.waited().cap.as_secs_f64();
+    let seconds = bench.course.wait_times().cap.as_secs_f64();
     let may = (20.0 * (seconds + 1.0)) as u64;
     let copied = bench.copied() / REGION;
     assert!((190..=may).contains(&copied), "{copied} in {seconds} s");
     assert!(bench.to.0.lock().unwrap().of_guest > 0, "nothing to both");
-    assert_eq!(bench.course.waited().most(), Some(Waits::Cap));
+    assert_eq!(
+        bench.course.wait_times().bottleneck(),
+        Some(Bottleneck::Cap)
+    );
 }
 
 #[test]
@@ -167,11 +172,11 @@ fn a_copying_waits_for_the_slower_side() {
         let mut bench = Bench::new(&pace, read, written);
         bench.passes(300);
         assert!(bench.copied() > 0);
-        bench.course.waited().most()
+        bench.course.wait_times().bottleneck()
     };
     for wide in [None, Some(2000.0)] {
-        assert_eq!(most(wide, 1, 4 * REGION), Some(Waits::Reads));
-        assert_eq!(most(wide, 4, REGION), Some(Waits::Writes));
+        assert_eq!(most(wide, 1, 4 * REGION), Some(Bottleneck::Reads));
+        assert_eq!(most(wide, 4, REGION), Some(Bottleneck::Writes));
     }
-    assert_eq!(most(Some(500.0), 1, 4 * REGION), Some(Waits::Cap));
+    assert_eq!(most(Some(500.0), 1, 4 * REGION), Some(Bottleneck::Cap));
 }

@@ -9,7 +9,7 @@ mod new;
 
 pub use boots::Firmware;
 pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, OnFull};
-pub use made::{DISK_GIB_MAX, check_disk_bytes};
+pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};
 
 use crate::ids::{PortGroup, VmName};
 use crate::version::{HARDWARE, VERSION};

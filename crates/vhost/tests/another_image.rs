@@ -29,7 +29,7 @@ impl Mirrored {
         let mut image = Image::open(&path, Access::ReadWrite, 512).unwrap();
         image.lock("root", LONG).unwrap();
         let course = Course::default();
-        let second = SecondImage::of(&image, &course).unwrap();
+        let second = SecondImage::of(&image, None, &course).unwrap();
         let filter = Mirroring::new(bytes, second.outlet().unwrap(), &course);
         disk.put_lowest(Box::new(filter), LONG).unwrap();
         course.begin(None);

@@ -49,8 +49,6 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-/// Disks that get no nearer to being copied for so long are given up.
-pub(crate) const NO_NEARER: Duration = Duration::from_secs(120);
 /// How long all images together are waited for whose last holder may have died just now.
 const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// How long those may take, all disks together, that are under way when another program is to go on with them.

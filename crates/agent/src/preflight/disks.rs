@@ -6,7 +6,7 @@
 use super::{Finding, refuse};
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_types::migration::DiskToMove;
-use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
+use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes, room_for_images};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use rustix::fs::statvfs;
 use std::path::Path;
@@ -118,12 +118,13 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
         }
     };
     let mib = |bytes: u64| bytes >> 20;
-    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
+    let free = room_for_images(bytes(room.f_blocks), bytes(room.f_bavail));
     if free < size.used_bytes {
         return refuse(
             ErrorCode::Preflight,
             format!(
-                "disk '{name}' holds {} MiB, and {dir} on host '{host}' has {} MiB free: make room there, or choose another host",
+                "disk '{name}' holds {} MiB, and {dir} on host '{host}' has {} MiB free for disks that come: make room there, or choose another host",
                 mib(size.used_bytes),
                 mib(free)
             ),

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::pace::{Pace, Waited};
+use super::pace::{Pace, WaitTimes};
 
 /// A mirroring as others see and steer it. Clones are the same one.
 #[derive(Debug, Clone, Default)]
@@ -24,7 +24,7 @@ pub(super) struct Shared {
     pub(super) zero: Mutex<Vec<Range<u64>>>,
     pub(super) failure: Mutex<Option<String>>,
     pub(super) pace: Pace,
-    pub(super) waited: Mutex<Waited>,
+    pub(super) wait_times: Mutex<WaitTimes>,
 }
 
 impl Course {
@@ -76,8 +76,8 @@ impl Course {
     }
 
     /// What the copying has waited for so far.
-    pub fn waited(&self) -> Waited {
-        *lock(&self.0.waited)
+    pub fn wait_times(&self) -> WaitTimes {
+        *lock(&self.0.wait_times)
     }
 
     /// Ends it, since one side is of no use: for the first reason that is given.

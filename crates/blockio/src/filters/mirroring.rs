@@ -19,11 +19,10 @@ use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
 use godwit_types::plant::planted;
 use rustix::io::Errno;
 
+use super::REGION;
 use super::course::{Course, lock};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
-/// Bytes that are copied under one lock.
-pub const REGION: u64 = 1 << 20;
 /// Regions that are copied at once beside a guest that does nothing, or much.
 const COPIES: usize = 16;
 /// So few at least,
@@ -74,7 +73,7 @@ pub trait Outlet: Send {
     fn takes(&mut self, origin: Origin) -> bool;
 
     /// How many regions may be read for it at once now.
-    fn copies(&mut self) -> usize {
+    fn region_limit(&mut self) -> usize {
         match self.takes(Origin::Copy) {
             true => COPIES,
             false => 0,
@@ -84,6 +83,12 @@ pub trait Outlet: Send {
     /// Whether most of what may be under way to it is: a copying is as fast as it then.
     fn is_behind(&mut self) -> bool {
         !self.takes(Origin::Copy)
+    }
+
+    /// Takes these bytes of the source by itself, as they are from now on: whatever is changed of them later is given, too. Whether
+    /// it does.
+    fn takes_itself(&mut self, _range: &Range<u64>) -> bool {
+        false
     }
 
     /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
@@ -107,10 +112,10 @@ pub struct Mirroring {
     reads: BTreeMap<u64, Copy>,
     /// Copies for which there is no room.
     read: VecDeque<(Copy, Buffer)>,
-    look_at: Instant,
-    looked_at: Instant,
+    next_look: Instant,
+    last_look: Instant,
     /// How many regions may be copied at once, but for the pace.
-    copies: usize,
+    region_limit: usize,
     /// Whether the pace let none be copied at a time since the last look.
     is_held: bool,
     /// Whether nothing more is to be copied for now.
@@ -133,9 +138,9 @@ impl Mirroring {
             waiting: VecDeque::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
-            look_at: Instant::now(),
-            looked_at: Instant::now(),
-            copies: 0,
+            next_look: Instant::now(),
+            last_look: Instant::now(),
+            region_limit: 0,
             is_held: false,
             rests: false,
             away_until: None,
@@ -148,6 +153,13 @@ impl Mirroring {
             match step {
                 Step::Source(id) => self.leave_to_the_source(id, flow),
                 Step::Both(id) => steps.extend(self.send_both_ways(id, flow)),
+                Step::Copy(copy) if self.outlet.takes_itself(&copy.range) => {
+                    // It counts as copied at once: what follows waits for the next look, as it would for a read.
+                    let left = self.region_limit.saturating_sub(1);
+                    self.region_limit = left.min(self.outlet.region_limit());
+                    steps.extend(self.keep_pace(flow.now()));
+                    steps.extend(self.mirror.copied(&copy));
+                }
                 Step::Copy(copy) => {
                     let buffer = Buffer::zeroed((copy.range.end - copy.range.start) as usize);
                     let work = Work::Read(copy.range.clone());
@@ -301,19 +313,19 @@ impl Mirroring {
 
     /// Lets so many regions be copied at once as there is room for everywhere.
     fn keep_pace(&mut self, now: Instant) -> Vec<Step> {
-        let paced = self.course.0.pace.copies(now).unwrap_or(COPIES);
+        let paced = self.course.0.pace.region_limit(now).unwrap_or(COPIES);
         self.is_held |= paced == 0;
-        self.mirror.allow(self.copies.min(paced))
+        self.mirror.allow(self.region_limit.min(paced))
     }
 
     /// What the copying has waited for since the last look.
     fn book_wait(&mut self, now: Instant) {
-        let since = std::mem::replace(&mut self.looked_at, now);
+        let since = std::mem::replace(&mut self.last_look, now);
         let was_held = std::mem::take(&mut self.is_held);
         if self.mirror.phase() != Phase::Copying || self.rests {
             return;
         }
-        let mut waited = lock(&self.course.0.waited);
+        let mut waited = lock(&self.course.0.wait_times);
         let wait = if was_held {
             &mut waited.cap
         } else if !self.read.is_empty() || self.outlet.is_behind() {
@@ -351,7 +363,7 @@ impl Mirroring {
             return self.carry_out(steps, flow);
         }
         if self.rests {
-            self.copies = 0;
+            self.region_limit = 0;
             let steps = self.mirror.allow(0);
             self.carry_out(steps, flow);
         }
@@ -372,9 +384,9 @@ impl Mirroring {
         self.give_writes(flow);
         self.give_copies(flow);
         self.load += (self.under_way as f64 - self.load) * LOOK_COUNTS;
-        self.copies = match self.rests {
+        self.region_limit = match self.rests {
             true => 0,
-            false => copies_beside(self.load).min(self.outlet.copies()),
+            false => copies_beside(self.load).min(self.outlet.region_limit()),
         };
         let steps = self.keep_pace(flow.now());
         self.carry_out(steps, flow);
@@ -425,15 +437,15 @@ impl Filter for Mirroring {
 
     fn rest(&mut self, rests: bool) {
         self.rests = rests;
-        self.look_at = Instant::now();
+        self.next_look = Instant::now();
     }
 
     fn wake_at(&self) -> Option<Instant> {
-        (self.mirror.phase() != Phase::Ended).then_some(self.look_at)
+        (self.mirror.phase() != Phase::Ended).then_some(self.next_look)
     }
 
     fn wake(&mut self, flow: &mut Flow<'_>) {
-        self.look_at = flow.now() + LOOK_EVERY;
+        self.next_look = flow.now() + LOOK_EVERY;
         self.look(flow);
     }
 }

@@ -6,12 +6,17 @@ mod course;
 mod delay;
 mod fault;
 mod mirroring;
+mod pace;
 mod statistics;
 mod throttle;
 
 pub use course::Course;
 pub use delay::Delay;
 pub use fault::Fault;
-pub use mirroring::{Change, Mirroring, Origin, Outlet, REGION};
+pub use mirroring::{Change, Mirroring, Origin, Outlet};
+pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};
+
+/// Bytes of a disk that are copied under one lock.
+pub const REGION: u64 = 1 << 20;

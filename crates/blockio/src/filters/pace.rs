@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::filters::REGION;
+use super::REGION;
 
 /// How much may be done at once after nothing was.
 const BURST: Duration = Duration::from_millis(100);
@@ -70,7 +70,7 @@ impl Pace {
     }
 
     /// How many regions may be on their way that have not been taken; `None`: any number.
-    pub(crate) fn copies(&self, now: Instant) -> Option<usize> {
+    pub(crate) fn region_limit(&self, now: Instant) -> Option<usize> {
         let cap = self.0.as_ref()?;
         let due = cap.due.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = due.room(now).as_secs_f64() * cap.bytes_per_s;
@@ -80,7 +80,7 @@ impl Pace {
 
 /// How long a copying waited for what.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Waited {
+pub struct WaitTimes {
     pub reads: Duration,
     pub writes: Duration,
     pub cap: Duration,
@@ -88,7 +88,7 @@ pub struct Waited {
 
 /// What holds a copying up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Waits {
+pub enum Bottleneck {
     /// Reads of the image that is copied.
     Reads,
     /// What takes the copy.
@@ -96,25 +96,25 @@ pub enum Waits {
     Cap,
 }
 
-impl Waited {
+impl WaitTimes {
     /// What it waited for most; nothing where it never did.
-    pub fn most(&self) -> Option<Waits> {
+    pub fn bottleneck(&self) -> Option<Bottleneck> {
         let all = self.reads + self.writes + self.cap;
         if all.is_zero() {
             return None;
         }
         // While it waits for its cap, reads and writes that were under way go on: less than half of the time is much.
         if self.cap > all.mul_f64(CAP_SHARE) {
-            return Some(Waits::Cap);
+            return Some(Bottleneck::Cap);
         }
         Some(match self.reads >= self.writes {
-            true => Waits::Reads,
-            false => Waits::Writes,
+            true => Bottleneck::Reads,
+            false => Bottleneck::Writes,
         })
     }
 }
 
-impl std::ops::Add for Waited {
+impl std::ops::Add for WaitTimes {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
@@ -135,32 +135,32 @@ mod tests {
     #[test]
     fn as_many_regions_may_be_on_their_way_as_the_cap_has_room_for_and_none_is_saved_up() {
         let began = Instant::now();
-        assert_eq!(Pace::default().copies(began), None);
+        assert_eq!(Pace::default().region_limit(began), None);
         let pace = Pace::at_most(Some(40.0 * REGION as f64));
-        assert_eq!(pace.copies(began), Some(4));
+        assert_eq!(pace.region_limit(began), Some(4));
         pace.take(began, 4 * REGION);
-        assert_eq!(pace.copies(began), Some(0));
+        assert_eq!(pace.region_limit(began), Some(0));
         let other = pace.clone();
-        assert_eq!(other.copies(began + MS), Some(1));
+        assert_eq!(other.region_limit(began + MS), Some(1));
         other.take(began + MS, REGION);
-        assert_eq!(pace.copies(began + 20 * MS), Some(0));
-        assert_eq!(pace.copies(began + 60 * MS), Some(2));
+        assert_eq!(pace.region_limit(began + 20 * MS), Some(0));
+        assert_eq!(pace.region_limit(began + 60 * MS), Some(2));
         // Nothing for a minute.
-        assert_eq!(pace.copies(began + 60_000 * MS), Some(4));
+        assert_eq!(pace.region_limit(began + 60_000 * MS), Some(4));
     }
 
     #[test]
     fn what_a_copying_waited_for_most_limits_it_and_a_cap_does_where_it_is_much_of_it() {
-        let waited = |reads: u32, writes: u32, cap: u32| Waited {
+        let waited = |reads: u32, writes: u32, cap: u32| WaitTimes {
             reads: reads * MS,
             writes: writes * MS,
             cap: cap * MS,
         };
-        assert_eq!(waited(0, 0, 0).most(), None);
-        assert_eq!(waited(3, 2, 1).most(), Some(Waits::Reads));
-        assert_eq!(waited(2, 3, 1).most(), Some(Waits::Writes));
-        assert_eq!(waited(3, 0, 1).most(), Some(Waits::Cap));
+        assert_eq!(waited(0, 0, 0).bottleneck(), None);
+        assert_eq!(waited(3, 2, 1).bottleneck(), Some(Bottleneck::Reads));
+        assert_eq!(waited(2, 3, 1).bottleneck(), Some(Bottleneck::Writes));
+        assert_eq!(waited(3, 0, 1).bottleneck(), Some(Bottleneck::Cap));
         let sum = waited(3, 0, 0) + waited(0, 4, 0);
-        assert_eq!(sum.most(), Some(Waits::Writes));
+        assert_eq!(sum.bottleneck(), Some(Bottleneck::Writes));
     }
 }

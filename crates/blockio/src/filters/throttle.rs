@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::pace::Due;
+use super::pace::Due;
 use crate::{Filter, Outcome, Request, Work};
 
 /// What a disk may do in a second; 0: no limit.

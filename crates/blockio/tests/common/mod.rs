@@ -1,10 +1,14 @@
 //! Images, guests and stacks for tests.
 #![allow(dead_code)]
 
-use godwit_blockio::{Access, Data, Engine, Finished, Image, Request, Stack, Work};
+use godwit_blockio::filters::{Course, Mirroring};
+use godwit_blockio::{
+    Access, Buffer, Data, Engine, Finished, Image, Outcome, Request, SecondImage, Stack, Work,
+};
 use godwit_guestmem::device_memory::device_memory;
 use godwit_guestmem::{DeviceMemory, RamFile, RegionPlace};
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -63,4 +67,65 @@ pub fn guest() -> (Arc<RamFile>, DeviceMemory) {
     };
     let memory = device_memory(&ram, &[place]).unwrap();
     (ram, memory)
+}
+
+pub fn numbers(seed: u64) -> impl FnMut(u64) -> u64 {
+    let mut state = seed;
+    move |limit| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % limit
+    }
+}
+
+pub fn request_of(work: Work, data: Data, token: u64) -> Request {
+    Request::new(work, data, token, Instant::now())
+}
+
+pub fn write_of(start: u64, len: u64, fill: u8, token: u64) -> Request {
+    let mut buffer = Buffer::zeroed(len as usize);
+    buffer.bytes_mut().fill(fill);
+    request_of(Work::Write(start..start + len), Data::Own(buffer), token)
+}
+
+/// Fills a second image while somebody writes so often to the first, in blocks of this size and much of it in one place.
+pub fn fill_beside_writes(
+    (from, to): (&Path, &Path),
+    source: Option<File>,
+    (writes, block): (u64, u64),
+    seed: u64,
+) {
+    let mut number = numbers(seed);
+    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+    let (image, course) = (open(from), Course::default());
+    let blocks = image.bytes() / block;
+    let second = SecondImage::of(&open(to), source, &course).unwrap();
+    let mirroring = Mirroring::new(image.bytes(), second.outlet().unwrap(), &course);
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Engine::new(image).unwrap());
+    course.begin(None);
+    let (mut token, mut finished) = (0, 0);
+    while !course.is_synchronised() || token < writes || stack.under_way() > 0 {
+        while stack.under_way() < 16 && token < writes {
+            let start = number(if token % 2 == 0 { 64 } else { blocks - 64 }) * block;
+            let len = (1 + number(64)) * block;
+            token += 1;
+            let one = match number(8) {
+                0 => request_of(Work::Discard(start..start + len), Data::None, token),
+                _ => write_of(start, len, number(256) as u8, token),
+            };
+            stack.submit(one, Instant::now());
+        }
+        stack.turn(None, &mut Vec::new()).unwrap();
+        while let Some((_, outcome)) = stack.finished() {
+            assert_eq!(outcome, Outcome::Done);
+            finished += 1;
+        }
+    }
+    while second.under_way_bytes() > 0 {
+        std::thread::yield_now();
+    }
+    second.sync().unwrap();
+    assert_eq!((finished, course.failure()), (token, None));
+    assert!(course.is_synchronised());
 }

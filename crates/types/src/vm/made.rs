@@ -18,6 +18,17 @@ pub fn check_disk_bytes(bytes: u64) -> Result<(), String> {
     }
 }
 
+/// A file system leaves this part to disks that are in use,
+const KEPT_PART: u64 = 100;
+/// and no more bytes than these.
+const KEPT_MAX: u64 = 1 << 30;
+
+/// Bytes that images which come to a file system of this size may take, of those that are free: a disk in use that has no room
+/// pauses its guest in the end, and what comes can come another time.
+pub fn room_for_images(file_system_bytes: u64, free_bytes: u64) -> u64 {
+    free_bytes.saturating_sub((file_system_bytes / KEPT_PART).min(KEPT_MAX))
+}
+
 impl DiskSpec {
     /// Whether its image is still to be made.
     pub fn is_to_be_made(&self) -> bool {

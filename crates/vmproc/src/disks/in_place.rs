@@ -11,16 +11,16 @@ use super::claim::Taking;
 use super::history;
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
-use super::moving::begin_copying;
+use super::moving::{begin_copying, open_guests};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
-use super::{Disks, LOCK_WAIT, NO_NEARER, REST_WAIT};
+use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Estimate, Image, Pace, SecondImage, Waits};
+use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
+use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage};
 use godwit_qemu::disk::{is_taken, must_be_free};
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -33,37 +33,31 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// A guest that writes all the while has as much under way as the new image takes: after so long it is tried all the same.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it stands still in vain before the move is given up.
 const ATTEMPTS: usize = 20;
 /// Longest pause between two of these.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Where no less is left for so long.
-const NOT_KEPT_UP: &str =
-    "the new image does not keep up with what the guest writes: try again when it writes less";
-
 /// Disks that are moved on this host, or were last.
-    /// Held by whoever writes them.
-    writing: Mutex<()>,
 #[derive(Debug)]
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
     /// Those that have ended, newest first.
     past: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
+    /// Held by whoever writes them.
+    writing: Mutex<()>,
     /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
     turn: Mutex<()>,
 }
 
-            writing: Mutex::default(),
 impl Moves {
     pub(super) fn of(paths: &Paths) -> Self {
         Self {
             disks: Mutex::default(),
             past: Mutex::new(history::settled(paths)),
             is_cancelled: AtomicBool::new(false),
+            writing: Mutex::default(),
             turn: Mutex::default(),
         }
     }
@@ -198,9 +192,8 @@ impl Served {
     /// Refuses while some of these are under way, and where the guest may not run.
     fn may_begin(&self, moves: &[DiskMove]) -> Result<(), ApiError> {
         if moves.iter().any(DiskMove::is_under_way) {
-            return Err(
-                self.not_so("its disks are being moved already: wait for that, or call it off")
-            );
+            let vm = &self.config.vm;
+            return Err(self.not_so(&format!("its disks are being moved already: wait for that, or call it off with 'godwit vm move-disk {vm} --cancel'")));
         }
         match self.held() {
             Some(_) => Ok(()),
@@ -209,7 +202,6 @@ impl Served {
     }
 
     fn note(&self, name: &str, change: impl FnOnce(&mut DiskMove)) {
-        self.keep_moves();
         let mut disks = lock(&self.moves.disks);
         if let Some(disk) = disks.iter_mut().find(|disk| disk.disk == name) {
             change(disk);
@@ -217,6 +209,7 @@ impl Served {
     }
 
     fn move_all(&self, places: &[DiskPlace], changed: &impl Fn()) {
+        self.keep_moves();
         let mut stopped = None;
         for place in places {
             let ended = match &stopped {
@@ -249,6 +242,13 @@ impl Served {
             Err(Stopped::Cancelled) => disk.state = DiskMoveState::Cancelled,
             Err(Stopped::Failed(why)) => {
                 tracing::warn!(disk = disk.disk, to = disk.to, why, "a disk is not moved");
+                (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
+            }
+        }
+        let mut past = lock(&self.moves.past);
+        *past = history::with_one_more(&past, disk.clone());
+        drop(past);
+        self.note(name, |now| *now = disk);
         self.keep_moves();
     }
 
@@ -258,13 +258,6 @@ impl Served {
         let disks = lock(&self.moves.disks).clone();
         let past = lock(&self.moves.past).clone();
         history::keep(&self.paths, &disks, &past);
-                (disk.state, disk.why) = (DiskMoveState::Failed, Some(why.clone()));
-            }
-        }
-        let mut past = lock(&self.moves.past);
-        *past = history::with_one_more(&past, disk.clone());
-        drop(past);
-        self.note(name, |now| *now = disk);
     }
 
     /// Returns how long the guest's requests waited for the change.
@@ -276,7 +269,6 @@ impl Served {
                 "what an earlier move left is not removed yet: see the log of the VM process"
                     .into(),
             );
-        self.keep_moves();
         }
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let since = since.unwrap_or_default();
@@ -284,6 +276,7 @@ impl Served {
             disk.state = DiskMoveState::Copying;
             disk.began_unix_s = Some(since.as_secs());
         });
+        self.keep_moves();
         let what = self.what();
         let mut all = what.disks.iter().zip(&what.images).enumerate();
         let found = all.find(|(_, (disk, _))| disk.name == place.disk);
@@ -407,14 +400,14 @@ impl Served {
         let cap = going.place.max_bandwidth_mbit_per_s;
         let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
-        let second = SecondImage::of(&image, &course)?;
+        let source = open_guests(&going.spec, going.image).ok();
+        let second = SecondImage::of(&image, source, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
         let mirror = Mirror {
             total: begin_copying((&going.spec, going.image), bytes, &course),
             disk,
             second,
-            course,
             began: Instant::now(),
         };
         reached("disk-move.copying");
@@ -435,6 +428,9 @@ impl Served {
         let mut waited = Duration::ZERO;
         for _ in 0..ATTEMPTS {
             self.wait_until_equal(going, &mirror)?;
+            if !mirror.second.come_close() {
+                continue;
+            }
             let began = Instant::now();
             if let Some(took) = self.switch(going, &mirror, &mut image)? {
                 return Ok(waited + took);
@@ -465,48 +461,31 @@ impl Served {
 
     /// Waits until so little is under way that the disk can stand still for it.
     fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
-        let (course, total) = (&mirror.course, mirror.total);
-        let mut equal_since = None;
-        let (mut least, mut nearer) = (u64::MAX, Instant::now());
-        let mut estimate = Estimate::default();
+        let mut approach = Approach::of(&mirror.second, mirror.total);
         loop {
             if self.moves.is_cancelled.load(Ordering::SeqCst) {
                 return Err(Stopped::Cancelled);
             }
             self.must_be_mirrored(going.index, &mirror.disk)?;
-            if let Some(why) = course.failure() {
-                return Err(why.into());
-            }
-            let left = (course.left_bytes() + mirror.second.under_way_bytes()).min(total);
-            if left < least {
-                (least, nearer) = (left, Instant::now());
-            } else if nearer.elapsed() > NO_NEARER {
-                return Err(NOT_KEPT_UP.into());
-            }
-            let eta_s = estimate.seconds(Instant::now(), left);
+            let progress = approach.look(Instant::now())?;
             self.note(&going.place.disk, |disk| {
-                (disk.total_bytes, disk.left_bytes) = (total, left);
-                disk.eta_s = eta_s.map(|seconds| seconds.ceil() as u64);
+                (disk.total_bytes, disk.left_bytes) = (mirror.total, progress.left);
+                disk.eta_s = progress.eta_s.map(|seconds| seconds.ceil() as u64);
                 disk.seconds = Some(mirror.began.elapsed().as_secs_f64());
-                disk.limited_by = course.waited().most().map(limit);
+                disk.limited_by = mirror.second.course().wait_times().bottleneck().map(limit);
             });
-            if course.is_synchronised() {
-                let since = *equal_since.get_or_insert_with(Instant::now);
-                if mirror.second.is_close() || since.elapsed() >= PATIENCE {
-                    return Ok(());
-                }
-            } else {
-                equal_since = None;
+            if progress.is_close {
+                return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
         }
     }
 }
 
-fn limit(waits: Waits) -> DiskMoveLimit {
-    match waits {
-        Waits::Reads => DiskMoveLimit::SourceDisk,
-        Waits::Writes => DiskMoveLimit::DestinationDisk,
-        Waits::Cap => DiskMoveLimit::Cap,
+fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
+    match bottleneck {
+        Bottleneck::Reads => DiskMoveLimit::SourceDisk,
+        Bottleneck::Writes => DiskMoveLimit::DestinationDisk,
+        Bottleneck::Cap => DiskMoveLimit::Cap,
     }
 }

@@ -9,8 +9,8 @@ use super::served::Served;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Course, Mirroring, REGION};
-use godwit_blockio::{Arriving, Pace, Waited, Waits};
+use godwit_blockio::Arriving;
+use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace, REGION, WaitTimes};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
@@ -19,6 +19,7 @@ use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
+use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::channel;
@@ -253,9 +254,11 @@ impl SourceDisks {
     }
 
     /// What the copying has waited for most.
-    pub(crate) fn waits(&self) -> Option<Waits> {
-        let waited = self.disks.iter().map(|disk| disk.course.waited());
-        waited.fold(Waited::default(), std::ops::Add::add).most()
+    pub(crate) fn bottleneck(&self) -> Option<Bottleneck> {
+        let times = self.disks.iter().map(|disk| disk.course.wait_times());
+        times
+            .fold(WaitTimes::default(), std::ops::Add::add)
+            .bottleneck()
     }
 
     /// Places in the VM and sizes of all, for the destination.
@@ -301,20 +304,27 @@ impl Drop for SourceDisks {
     }
 }
 
-/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
-fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
+/// The image of a disk, to look at.
+pub(super) fn open_guests(spec: &DiskSpec, image: (u64, u64)) -> Result<File, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
     let file = open_to_look(Path::new(&spec.path)).map_err(|error| told(&error))?;
     let found = identity_of_open(&file).map_err(|error| told(&error))?;
-    if found != image {
-        return Err(told(&"it is another file than the guest's"));
+    match found == image {
+        true => Ok(file),
+        false => Err(told(&"it is another file than the guest's")),
     }
+}
+
+/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
+fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
+    let file = open_guests(spec, image)?;
+    let told = |error: Errno| format!("{}: {error}", spec.path);
     let (mut holes, mut at) = (Vec::new(), 0);
     while at < bytes {
         let data = match seek(&file, SeekFrom::Data(at)) {
             Ok(data) => data.min(bytes),
             Err(Errno::NXIO) => bytes,
-            Err(error) => return Err(told(&error)),
+            Err(error) => return Err(told(error)),
         };
         // A region in which there is any data is no hole, so the next look is at the one after it.
         let end = if data < bytes {

@@ -8,7 +8,6 @@ use super::served::Served;
 use super::told;
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
-use godwit_blockio::filters::Course;
 use godwit_blockio::{Image, SecondImage};
 use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
@@ -19,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a disk stands still at most for what is under way, and for that to be durable.
+/// How long a disk stands still at most for what is under way, and then for that to be durable.
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
 /// Why a disk is not where it was to go.
@@ -49,7 +48,6 @@ pub(super) struct Going<'a> {
 pub(super) struct Mirror {
     pub disk: Arc<Disk>,
     pub second: SecondImage,
-    pub course: Course,
     pub began: Instant,
     /// Bytes that are to be copied.
     pub total: u64,
@@ -58,7 +56,7 @@ pub(super) struct Mirror {
 /// Whatever becomes of the move, no guest waits for it any longer.
 impl Drop for Mirror {
     fn drop(&mut self) {
-        self.course.give_up();
+        self.second.course().give_up();
     }
 }
 
@@ -86,19 +84,16 @@ impl Served {
             Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
             standing => standing?,
         };
-        if !mirror.second.is_equal(began + STAND_WAIT) {
-            return Ok(None);
-        }
         let path = PathBuf::from(&going.place.path);
         let named = path.clone();
-        let synced = mirror
+        let settled = mirror
             .second
-            .sync_within(STAND_WAIT, move || identity_of(&named));
-        let Some(found) = synced?.transpose()? else {
+            .settle(began + STAND_WAIT, STAND_WAIT, move || identity_of(&named));
+        let Some(found) = settled?.transpose()? else {
             return Ok(None);
         };
         let may_run = self.held().is_some() && mirror.disk.status()?.has_image;
-        if found != going.copying.image || !may_run || !mirror.course.is_synchronised() {
+        if found != going.copying.image || !may_run || !mirror.second.course().is_synchronised() {
             return Err(format!(
                 "{} is not to be the disk any more: see the log of the VM process",
                 path.display()

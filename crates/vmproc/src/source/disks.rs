@@ -3,9 +3,10 @@
 //! Works on the driver's state. Refuses: a switchover while the two hosts' images may be unlike.
 
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
-use crate::disks::{NO_NEARER, SourceDisks};
+use crate::disks::SourceDisks;
 use crate::faults::{planted, reached};
-use godwit_blockio::Waits;
+use godwit_blockio::filters::Bottleneck;
+use godwit_blockio::{NO_NEARER, Nearer};
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
 use godwit_types::migration::{LimitedBy, MigrationReport, Phase};
@@ -60,8 +61,7 @@ impl SourceDriver {
         }
         let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
         self.parts.report.update(update);
-        let mut begun = None;
-        let (mut least, mut nearer) = (u64::MAX, Instant::now());
+        let (mut begun, mut nearer) = (None, Nearer::default());
         loop {
             self.next(Some(set), LOOK_EVERY)?;
             self.sign_of_life(set, PING_EVERY)?;
@@ -82,12 +82,12 @@ impl SourceDriver {
                 writing,
             });
             let share = began.writing_share(writing);
-            let limit = disks.waits().and_then(|waits| limited_by(waits, share));
+            let limit = disks
+                .bottleneck()
+                .and_then(|bottleneck| limited_by(bottleneck, share));
             self.show_disks(began, left, limit);
             self.show_sent(set);
-            if left < least {
-                (least, nearer) = (left, Instant::now());
-            } else if nearer.elapsed() > NO_NEARER {
+            if !nearer.is_worth_it(Instant::now(), left) {
                 return Err(Halt::Failed(format!(
                     "its disks get no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
                     left >> 20,
@@ -144,12 +144,12 @@ impl SourceDriver {
 
 /// What limits a copying that waits for this, while the destination's channels write for such a share of the time; nothing where that would
 /// have to be known, and is not told.
-fn limited_by(waits: Waits, writing: Option<f64>) -> Option<LimitedBy> {
-    match waits {
-        Waits::Cap => Some(LimitedBy::Cap),
-        Waits::Reads => Some(LimitedBy::SourceDisk),
-        Waits::Writes if writing? >= WRITING_SHARE => Some(LimitedBy::DestinationDisk),
-        Waits::Writes => Some(LimitedBy::Link),
+fn limited_by(bottleneck: Bottleneck, writing: Option<f64>) -> Option<LimitedBy> {
+    match bottleneck {
+        Bottleneck::Cap => Some(LimitedBy::Cap),
+        Bottleneck::Reads => Some(LimitedBy::SourceDisk),
+        Bottleneck::Writes if writing? >= WRITING_SHARE => Some(LimitedBy::DestinationDisk),
+        Bottleneck::Writes => Some(LimitedBy::Link),
     }
 }
 
@@ -159,14 +159,14 @@ mod tests {
 
     #[test]
     fn a_copying_that_waits_for_the_destination_is_limited_by_its_disk_only_where_that_is_busy() {
-        let of = |writing| limited_by(Waits::Writes, writing);
+        let of = |writing| limited_by(Bottleneck::Writes, writing);
         assert_eq!(of(Some(0.9)), Some(LimitedBy::DestinationDisk));
         assert_eq!(of(Some(0.1)), Some(LimitedBy::Link));
         assert_eq!(of(None), None, "an older destination does not tell");
         for writing in [None, Some(0.9)] {
-            let source = limited_by(Waits::Reads, writing);
+            let source = limited_by(Bottleneck::Reads, writing);
             assert_eq!(source, Some(LimitedBy::SourceDisk));
-            assert_eq!(limited_by(Waits::Cap, writing), Some(LimitedBy::Cap));
+            assert_eq!(limited_by(Bottleneck::Cap, writing), Some(LimitedBy::Cap));
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Estimate, Image, SecondImage};
+use godwit_blockio::{Access, Approach, Image, NOT_KEPT_UP, SecondImage};
 use godwit_vhost::{Disk, Error};
 use serde_json::json;
 use std::fs::File;
@@ -16,23 +16,19 @@ use crate::{BLOCK_BYTES, LOCK_WAIT, say};
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 const REST_WAIT: Duration = Duration::from_secs(3);
 const STAND_WAIT: Duration = Duration::from_millis(500);
-const PATIENCE: Duration = Duration::from_secs(5);
 const ATTEMPTS: usize = 20;
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// Where no less is left for so long, a move is given up.
-const NO_NEARER: Duration = Duration::from_secs(120);
 
 struct Mirror<'a> {
     disk: &'a Disk,
     second: SecondImage,
-    course: Course,
     bytes: u64,
 }
 
 /// Whatever becomes of the move, nobody waits for the second image any longer.
 impl Drop for Mirror<'_> {
     fn drop(&mut self) {
-        self.course.give_up();
+        self.second.course().give_up();
     }
 }
 
@@ -48,14 +44,13 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     let beside = to.with_extension("moving");
     let image = make_second(&beside, bytes)?;
     let course = Course::default();
-    let second = SecondImage::of(&image, &course)?;
+    let second = SecondImage::of(&image, None, &course)?;
     let filter = Mirroring::new(bytes, second.outlet()?, &course);
     disk.put_lowest(Box::new(filter), REST_WAIT)?;
     course.begin(None);
     let mirror = Mirror {
         disk,
         second,
-        course,
         bytes,
     };
     mirror.wait_until_equal()?;
@@ -66,6 +61,9 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     let (mut image, mut pause) = (Some(image), LOOK_EVERY);
     for attempt in 1..=ATTEMPTS {
         mirror.wait_until_equal()?;
+        if !mirror.second.come_close() {
+            continue;
+        }
         say(&json!({"event": "switching"}));
         if let Some(took) = mirror.switch(&mut image, to, record)? {
             let switch_ms = took.as_secs_f64() * 1e3;
@@ -75,7 +73,7 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
         std::thread::sleep(pause);
         pause = (2 * pause).min(PAUSE_MAX);
     }
-    bail!("the new image does not keep up with what is written");
+    bail!(NOT_KEPT_UP);
 }
 
 fn make_second(path: &Path, bytes: u64) -> Result<Image> {
@@ -98,32 +96,16 @@ fn sync_directory_of(path: &Path) -> Result<()> {
 
 impl Mirror<'_> {
     fn wait_until_equal(&self) -> Result<()> {
-        let mut equal_since = None;
-        let (mut least, mut nearer) = (u64::MAX, Instant::now());
-        let mut estimate = Estimate::default();
+        let mut approach = Approach::of(&self.second, self.bytes);
         loop {
-            if let Some(why) = self.course.failure() {
-                bail!(why);
-            }
-            let left = self.course.left_bytes() + self.second.under_way_bytes();
-            let left = left.min(self.bytes);
-            if left < least {
-                (least, nearer) = (left, Instant::now());
-            }
-            ensure!(
-                nearer.elapsed() <= NO_NEARER,
-                "the new image does not keep up with what is written"
+            // The estimate is rounded up to whole seconds for a person.
+            let progress = approach.look(Instant::now());
+            let progress = progress.map_err(anyhow::Error::msg)?;
+            say(
+                &json!({"event": "progress", "total": self.bytes, "left": progress.left, "eta_s": progress.eta_s}),
             );
-            // What a person is shown, which is rounded up to whole seconds there.
-            let eta_s = estimate.seconds(Instant::now(), left);
-            say(&json!({"event": "progress", "total": self.bytes, "left": left, "eta_s": eta_s}));
-            if self.course.is_synchronised() {
-                let since = *equal_since.get_or_insert_with(Instant::now);
-                if self.second.is_close() || since.elapsed() >= PATIENCE {
-                    return Ok(());
-                }
-            } else {
-                equal_since = None;
+            if progress.is_close {
+                return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -141,12 +123,12 @@ impl Mirror<'_> {
             Err(Error::Busy { .. }) => return Ok(None),
             standing => standing?,
         };
-        let is_equal = self.second.is_equal(began + STAND_WAIT);
-        if !is_equal || self.second.sync_within(STAND_WAIT, || ())?.is_none() {
+        let settled = self.second.settle(began + STAND_WAIT, STAND_WAIT, || ());
+        if settled?.is_none() {
             return Ok(None);
         }
         ensure!(
-            self.course.is_synchronised(),
+            self.second.course().is_synchronised(),
             "{} is not to be the disk any more",
             to.display()
         );

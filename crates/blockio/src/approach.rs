@@ -1,0 +1,107 @@
+//! How two images of a disk become equal: how much is left, for how long, and when it is of no use to wait.
+//!
+//! Owns nothing but what it has seen. Pure but for the state of a second image, which it looks at: the caller says what time it is. Refuses to
+//! wait for a copy that gets no nearer.
+
+use std::time::{Duration, Instant};
+
+use crate::{Estimate, SecondImage};
+
+/// Images that get no nearer to being equal for so long are given up.
+pub const NO_NEARER: Duration = Duration::from_secs(120);
+/// A guest that writes all the while has as much under way as the second image takes: after so long it is tried all the same.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Where no less is left for so long.
+pub const NOT_KEPT_UP: &str =
+    "the new image does not keep up with what the guest writes: try again when it writes less";
+
+/// Whether ever less is left.
+#[derive(Debug, Default)]
+pub struct Nearer(Option<(u64, Instant)>);
+
+impl Nearer {
+    /// Whether it is of use to wait, now that so much is left.
+    pub fn is_worth_it(&mut self, now: Instant, left: u64) -> bool {
+        match self.0 {
+            Some((least, since)) if left >= least => {
+                now.saturating_duration_since(since) <= NO_NEARER
+            }
+            _ => {
+                self.0 = Some((left, now));
+                true
+            }
+        }
+    }
+}
+
+/// How far a copying is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Progress {
+    /// Bytes.
+    pub left: u64,
+    /// Until none are.
+    pub eta_s: Option<f64>,
+    /// Whether so little is under way that the disk can stand still for it.
+    pub is_close: bool,
+}
+
+/// How a second image becomes equal to a disk of which so many bytes are copied.
+#[derive(Debug)]
+pub struct Approach<'a> {
+    second: &'a SecondImage,
+    total: u64,
+    nearer: Nearer,
+    estimate: Estimate,
+    equal_since: Option<Instant>,
+}
+
+impl<'a> Approach<'a> {
+    pub fn of(second: &'a SecondImage, total: u64) -> Self {
+        Self {
+            second,
+            total,
+            nearer: Nearer::default(),
+            estimate: Estimate::default(),
+            equal_since: None,
+        }
+    }
+
+    /// How far it is, or why it is to be given up.
+    pub fn look(&mut self, now: Instant) -> Result<Progress, String> {
+        let (second, course) = (self.second, self.second.course());
+        if let Some(why) = course.failure() {
+            return Err(why);
+        }
+        let left = (course.left_bytes() + second.under_way_bytes()).min(self.total);
+        if !self.nearer.is_worth_it(now, left) {
+            return Err(NOT_KEPT_UP.to_owned());
+        }
+        self.equal_since = course
+            .is_synchronised()
+            .then(|| self.equal_since.unwrap_or(now));
+        let is_close =
+            |since| second.is_close() || now.saturating_duration_since(since) >= PATIENCE;
+        Ok(Progress {
+            left,
+            eta_s: self.estimate.seconds(now, left),
+            is_close: self.equal_since.is_some_and(is_close),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_gets_nearer_is_waited_for_and_what_does_not_for_two_minutes() {
+        let (mut nearer, began) = (Nearer::default(), Instant::now());
+        let mut at = |s, left| nearer.is_worth_it(began + Duration::from_secs(s), left);
+        assert!(at(0, 100) && at(100, 100) && at(110, 99));
+        // More is left again, and then as much as there was at the least.
+        assert!(at(120, 500) && at(220, 99) && at(230, 99));
+        assert!(!at(231, 99));
+        assert!(at(232, 98));
+    }
+}
