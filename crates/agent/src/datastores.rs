@@ -4,7 +4,7 @@
 //! or has too little room, a disk that is in it already, and a place where a file is; a dry run lists all of that which it can tell at once.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
-use crate::preflight::reserved_path;
+use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
@@ -183,6 +183,11 @@ impl Agent {
             let reserved = reserved_path(&agent.config, &spec.name, paths);
             let reserved = reserved.map(|error| error.on_host(host));
             found.refusals.extend(reserved);
+            let unmade = found.places.iter().filter_map(|(place, _)| {
+                let disk = DiskSpec::new(&place.disk, &place.path);
+                can_be_made(&agent.config, &spec, &disk).err()
+            });
+            found.refusals.extend(unmade);
             Ok(found)
         });
         let Found { places, refusals } = found.await?;

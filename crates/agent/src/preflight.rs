@@ -11,6 +11,7 @@ use crate::config::{CONFIG_PATH, HostConfig};
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
+pub(crate) use disks::can_be_made;
 use godwit_migrate::admission::reasons_to_stay;
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::trial::CpuFacts;
@@ -105,7 +106,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
     // A destination listens on each of its addresses.
     findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
-    findings.extend(disks::places(host, spec, &request.disks));
+    findings.extend(disks::places(here.config, spec, &request.disks));
     findings.extend(spec.has_variables().then(|| uefi(here, request)));
     findings.extend(
         spec.nics

@@ -38,9 +38,13 @@ pub enum DiskError {
     },
     /// QEMU's user may not make files there.
     #[error(
-        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu DIR; chmod g+rwx DIR), or give the disk another place"
+        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu DIR; chmod 2770 DIR), or give the disk another place"
     )]
     NoPlace { path: PathBuf, uid: u32 },
+    #[error(
+        "{path} cannot be a disk's image: its file system takes no direct IO, as ext4, XFS and btrfs do: give the disk another place"
+    )]
+    NotDirect { path: PathBuf },
     /// A directory, a pipe, a terminal.
     #[error("{path} is no disk image: it must be a regular file or a block device")]
     Kind { path: PathBuf },

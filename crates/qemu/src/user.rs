@@ -8,6 +8,7 @@
 //! may not be opened so. Opening as another user may make this process readable for that user: its caller sees to that.
 
 use crate::disk::{DiskError, make_image, open_image};
+use crate::disk_place::can_make_image;
 use crate::reserved::Reserved;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -119,6 +120,22 @@ pub fn make_disk(
         made => made,
     };
     made.map_err(|error| of_disk(common.host, vm, disk, error))
+}
+
+/// Whether [`make_disk`] could make it, where `user` is the common one.
+pub fn can_make_disk(
+    host: &HostName,
+    user: User,
+    spec: &VmSpec,
+    disk: &DiskSpec,
+) -> Result<(), ApiError> {
+    let path = Path::new(&disk.path);
+    let alone = own(spec).filter(|uid| *uid != user.uid);
+    let can = match alone.map(|uid| can_make_image(path, uid, user.gid)) {
+        Some(can) if !matches!(can, Err(DiskError::NoPlace { .. })) => can,
+        _ => can_make_image(path, user.uid, user.gid),
+    };
+    can.map_err(|error| of_disk(host, &spec.name, disk, error))
 }
 
 fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {

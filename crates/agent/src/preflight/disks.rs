@@ -4,7 +4,10 @@
 //! there.
 
 use super::{Finding, refuse};
+use crate::config::HostConfig;
+use crate::users;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
+use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes, room_for_images};
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -54,13 +57,29 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
 }
 
 /// Whether there is a place for each disk of a VM that comes.
-pub(super) fn places(host: &HostName, spec: &VmSpec, disks: &[DiskToMove]) -> Vec<Finding> {
+pub(super) fn places(config: &HostConfig, spec: &VmSpec, disks: &[DiskToMove]) -> Vec<Finding> {
+    let host = &config.name;
     let come = spec.disks.iter().filter(|disk| !disk.read_only);
     come.map(|disk| match disk.shared {
         true => is_there(host, disk),
-        false => has_place(host, disk, disks),
+        false => has_place(host, disk, disks)
+            .and_then(|place| can_be_made(config, spec, disk).map(|()| place)),
     })
     .collect()
+}
+
+/// Whether QEMU's user may make the image where the disk is to be, on storage that suits.
+pub(crate) fn can_be_made(
+    config: &HostConfig,
+    spec: &VmSpec,
+    disk: &DiskSpec,
+) -> Result<(), ApiError> {
+    let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(users::NOBODY);
+    let user = User {
+        uid: user.uid,
+        gid: user.gid,
+    };
+    can_make_disk(&config.name, user, spec, disk)
 }
 
 fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
