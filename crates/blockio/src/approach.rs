@@ -40,7 +40,7 @@ impl Nearer {
 pub struct Progress {
     /// Bytes.
     pub left: u64,
-    /// Until none are.
+    /// How long the rest will take at the present speed.
     pub eta_s: Option<f64>,
     /// Whether so little is under way that the disk can stand still for it.
     pub is_close: bool,

@@ -48,7 +48,7 @@ pub(crate) struct UnderWay {
     running: Vec<(u64, Instant)>,
     /// When one was done last.
     done_at: Option<Instant>,
-    /// Bytes by origin.
+    /// What is under way, by origin.
     bytes: [u64; 2],
     /// How many of the guest's.
     of_guest: usize,

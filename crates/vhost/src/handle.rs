@@ -21,7 +21,7 @@ use crate::rouse::rouse;
 const ANSWER: Duration = Duration::from_secs(10);
 /// A thread that has not answered for so long is got out of a system call in which it may wait.
 const ROUSE_AFTER: Duration = Duration::from_secs(1);
-/// How often then.
+/// A thread that may wait again is roused again.
 const ROUSE_EVERY: Duration = Duration::from_millis(100);
 
 /// What a disk's thread is told.
