@@ -4,7 +4,6 @@
 //! was begun is begun anew. Refuses: what [`godwit_qemu::make_disk`] refuses, in a sentence that names disk, VM and host.
 
 use crate::agent::{Agent, Reply};
-use crate::harden::keep_memory_private;
 use godwit_qemu::make_disk::{Maker, Progress};
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::user::User;
@@ -137,9 +136,7 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
         let progress = Arc::<Progress>::default();
         job.set(Now::Makes(disk.name.clone(), Arc::clone(&progress)));
         let made = maker.make(disk, &progress);
-        // A thread that becomes another user makes the process readable for that user.
-        let private = keep_memory_private().map_err(|error| error.to_string());
-        made.and(private).map_err(|why| {
+        made.map_err(|why| {
             let message = format!(
                 "disk '{}' of VM '{vm}' cannot be made on host '{host}': {why}",
                 disk.name

@@ -9,10 +9,13 @@ use crate::make_disk::Progress;
 use crate::only_files::OnlyFiles;
 use crate::rights::{become_user_for_good, have_own_files};
 use crate::user::User;
+use godwit_types::vm::room_for_images;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::fs::{OFlags, fcntl_setfl, fstatvfs};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
-use rustix::process::{Resource, Rlimit, Signal, set_parent_process_death_signal, setrlimit};
+use rustix::process::{
+    Resource, Rlimit, Signal, set_parent_process_death_signal, setpriority_process, setrlimit,
+};
 use rustix::thread::set_no_new_privs;
 use serde_json::json;
 use std::fs::File;
@@ -28,6 +31,10 @@ const PROGRAM: &str = "/usr/bin/qemu-img";
 const MEMORY_MAX: u64 = 2 << 30;
 /// CPU seconds that it may take, and more for each GiB.
 const CPU_S: (u64, u64) = (600, 60);
+/// More it never gets: how large it is the image says.
+const CPU_S_MAX: u64 = 6 * 3600;
+/// It is in nobody's way.
+const LEAST_PRIORITY: i32 = 19;
 /// Longest reason of its own that is passed on, bytes.
 const WORDS_MAX: usize = 2000;
 /// How often it is looked whether it is to end, at least.
@@ -52,7 +59,7 @@ pub(crate) fn to_raw(
         ),
         _ => format!("{PROGRAM} cannot be started: {error}"),
     })?;
-    let watched = watch(&mut child, progress);
+    let watched = watch(&mut child, raw, progress);
     if watched.is_err() {
         let _ = child.kill();
     }
@@ -64,12 +71,13 @@ pub(crate) fn to_raw(
                 "qemu-img does not convert the image ({status}): {words}"
             ))
         }
+        Err(error) if error.kind() == io::ErrorKind::StorageFull => Err(error.to_string()),
         Err(error) => Err(format!("qemu-img cannot be waited for: {error}")),
     }
 }
 
 /// Waits for its end and returns what it said last. The end of its output is not waited for: somebody else may have that open.
-fn watch(child: &mut Child, progress: &Progress) -> io::Result<(ExitStatus, String)> {
+fn watch(child: &mut Child, raw: &File, progress: &Progress) -> io::Result<(ExitStatus, String)> {
     let mut stdout = Pipe::of(child.stdout.take())?;
     let mut stderr = Pipe::of(child.stderr.take())?;
     let (mut line, mut words) = (String::new(), Vec::new());
@@ -87,6 +95,7 @@ fn watch(child: &mut Child, progress: &Progress) -> io::Result<(ExitStatus, Stri
         if let Some(status) = ended {
             return Ok((status, String::from_utf8_lossy(&words).into_owned()));
         }
+        must_leave_room(raw)?;
         let open = [&stdout, &stderr].into_iter();
         let open = open.filter_map(|pipe| pipe.0.as_ref());
         let mut open: Vec<_> = open.map(|pipe| PollFd::new(pipe, PollFlags::IN)).collect();
@@ -94,6 +103,19 @@ fn watch(child: &mut Child, progress: &Progress) -> io::Result<(ExitStatus, Stri
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
+    }
+}
+
+/// How much an image holds is known once it is written out: one that claims to be small is stopped before disks in use have no room.
+fn must_leave_room(raw: &File) -> io::Result<()> {
+    let found = fstatvfs(raw)?;
+    let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
+    match room_for_images(bytes(found.f_blocks), bytes(found.f_bavail)) {
+        0 => Err(io::Error::new(
+            io::ErrorKind::StorageFull,
+            "the image holds more than there is room for: what is left of the file system is for disks that are in use",
+        )),
+        _ => Ok(()),
     }
 }
 
@@ -139,7 +161,7 @@ fn command((source, bytes): (&File, u64), raw: &File, user: User) -> io::Result<
         .arg(format!("/proc/self/fd/{to}"));
     let bounds = Bounds {
         longest: raw.metadata()?.len(),
-        seconds: CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30),
+        seconds: CPU_S_MAX.min(CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30)),
         opens: OnlyFiles::of(Path::new(PROGRAM), source, raw)?,
     };
     confined(&mut command, [from, to], bounds, user);
@@ -188,7 +210,8 @@ fn confine(files: [i32; 2], bounds: &Bounds, user: User) -> io::Result<()> {
             },
         )?;
     }
-    // The file for that is root's.
+    setpriority_process(None, LEAST_PRIORITY)?;
+    // The file by which it is chosen when memory runs out (oom_score_adj) is root's.
     have_own_files()?;
     be_no_better_than_others();
     become_user_for_good(user.uid, user.gid)?;
@@ -246,7 +269,8 @@ mod tests {
             .unwrap();
         let progress = Progress::default();
         progress.total.store(1000, Ordering::Relaxed);
-        let (status, words) = watch(&mut child, &progress).unwrap();
+        let raw = tempfile::tempfile_in("/var/tmp").unwrap();
+        let (status, words) = watch(&mut child, &raw, &progress).unwrap();
         let left = words.trim().parse().unwrap();
         let left = rustix::process::Pid::from_raw(left).unwrap();
         rustix::process::kill_process(left, Signal::KILL).expect("it lives, and has both pipes");

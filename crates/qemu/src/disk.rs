@@ -42,9 +42,13 @@ pub enum DiskError {
     )]
     NoPlace { path: PathBuf, uid: u32 },
     #[error(
-        "{path} cannot be a disk's image: its file system takes no direct IO, as ext4, XFS and btrfs do: give the disk another place"
+        "{path} cannot be a disk's image: its file system takes no direct IO (ext4, XFS and btrfs do): give the disk another place"
     )]
     NotDirect { path: PathBuf },
+    #[error(
+        "{path} cannot be a disk's image: its device has larger blocks than 512 bytes: give the disk another place, or use btrfs there"
+    )]
+    LargeBlocks { path: PathBuf },
     /// A directory, a pipe, a terminal.
     #[error("{path} is no disk image: it must be a regular file or a block device")]
     Kind { path: PathBuf },

@@ -4,9 +4,13 @@
 
 use crate::disk::DiskError;
 use crate::rights::as_user;
-use rustix::fs::{Mode, OFlags, open};
+use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, open, statx};
 use rustix::io::Errno;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
+
+/// A guest's blocks, bytes.
+const BLOCK_BYTES: u32 = 512;
 
 /// Whether an image could be made there as `uid` and `gid`, and be used beside the page cache: found out with a file that never has a name.
 /// A file system that has none such is told by making it.
@@ -18,6 +22,7 @@ pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> 
     });
     let path = path.to_owned();
     match tried {
+        Ok(file) if has_large_blocks(file.as_fd()) => Err(DiskError::LargeBlocks { path }),
         Ok(_) | Err(Errno::OPNOTSUPP | Errno::ISDIR) => Ok(()),
         Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) => Err(DiskError::NoPlace { path, uid }),
         Err(Errno::INVAL) => Err(DiskError::NotDirect { path }),
@@ -26,6 +31,16 @@ pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> 
             source: errno.into(),
         }),
     }
+}
+
+/// Whether the device below has blocks that are larger than a disk's. Where the kernel does not tell (btrfs) it takes any.
+fn has_large_blocks(file: BorrowedFd<'_>) -> bool {
+    let flags = StatxFlags::DIOALIGN;
+    let said = statx(file, c"", AtFlags::EMPTY_PATH, flags);
+    said.is_ok_and(|said| {
+        let told = StatxFlags::from_bits_retain(said.stx_mask).contains(flags);
+        told && said.stx_dio_offset_align > BLOCK_BYTES
+    })
 }
 
 #[cfg(test)]

@@ -8,13 +8,12 @@
 
 use crate::convert;
 use crate::disk::{NotOpened, length_and_use, open_looked_at, rename_to_free};
-use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
 use godwit_types::VmName;
-use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
+use godwit_types::vm::{DISK_GIB_MAX, DiskSpec, room_for_images};
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
     flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
@@ -67,8 +66,6 @@ impl Maker<'_> {
                         "this process cannot have the rights of user {uid} of group {gid}: {errno}"
                     )
                 })?;
-                // A thread's change of rights has set the whole process back.
-                stay_private().map_err(|error| error.to_string())?;
                 self.make_as_user(disk, progress)
             });
             let broke = Err("the work broke off".to_owned());
@@ -239,7 +236,8 @@ impl Place {
                 path.display()
             )
         })?;
-        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
+        let free = room_for_images(bytes(found.f_blocks), bytes(found.f_bavail));
         match free >= needed {
             true => Ok(()),
             false => Err(no_room(path, Some((needed, free)))),
@@ -308,7 +306,7 @@ fn no_rights(dir: &Path, user: User, errno: Errno) -> String {
     let (dir, User { uid, gid }) = (dir.display(), user);
     match errno {
         Errno::ACCESS | Errno::PERM => format!(
-            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: let its group ('chgrp {gid} {dir}; chmod g+rwxs {dir}'), and pass through the directories above"
+            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: let its group ('chgrp {gid} {dir}; chmod 2770 {dir}'), and pass through the directories above"
         ),
         errno => format!("no file can be made in {dir}: {errno}"),
     }

@@ -1,5 +1,5 @@
 //! Keeps a program from the network and from other processes: it can make no socket and no process, read no memory of another
-//! one, send no signal, and set nobody else's limits, priority or mounts.
+//! one, send no signal, set nobody else's limits, priority or mounts, and change no rights, owners or attributes of files.
 //!
 //! Owns nothing: a seccomp filter, which stays over `exec`, refuses it with EPERM. Refuses also system calls of another
 //! architecture than this program's, which have other numbers. Threads of its own it may start; `clone3`, whose flags no filter
@@ -11,7 +11,7 @@ use crate::tap_guard::{ANSWER, HEAD, IF_EQUAL, LOAD, begun, refusing, set, step}
 use std::io;
 
 /// All ways to a socket, to what others do with theirs, and to others.
-const REFUSED: [u32; 55] = [
+const REFUSED: [u32; 69] = [
     libc::SYS_socket as u32,
     libc::SYS_socketpair as u32,
     libc::SYS_io_uring_setup as u32,
@@ -71,13 +71,34 @@ const REFUSED: [u32; 55] = [
     libc::SYS_move_mount as u32,
     libc::SYS_fsopen as u32,
     libc::SYS_mount_setattr as u32,
+    // Files that it has not open, which Landlock does not keep from this.
+    libc::SYS_truncate as u32,
+    libc::SYS_fchmod as u32,
+    libc::SYS_fchmodat as u32,
+    452, // fchmodat2
+    libc::SYS_fchown as u32,
+    libc::SYS_fchownat as u32,
+    libc::SYS_setxattr as u32,
+    libc::SYS_lsetxattr as u32,
+    libc::SYS_fsetxattr as u32,
+    libc::SYS_removexattr as u32,
+    libc::SYS_lremovexattr as u32,
+    libc::SYS_fremovexattr as u32,
+    463, // setxattrat
+    466, // removexattrat
 ];
 
-/// A process of its own; other architectures have `clone` alone.
+/// A process of its own, and files by their paths; other architectures have `clone` and the calls above alone.
 #[cfg(target_arch = "x86_64")]
-const FORKS: [u32; 2] = [libc::SYS_fork as u32, libc::SYS_vfork as u32];
+const OLDER: [u32; 5] = [
+    libc::SYS_fork as u32,
+    libc::SYS_vfork as u32,
+    libc::SYS_chmod as u32,
+    libc::SYS_chown as u32,
+    libc::SYS_lchown as u32,
+];
 #[cfg(not(target_arch = "x86_64"))]
-const FORKS: [u32; 0] = [];
+const OLDER: [u32; 0] = [];
 
 /// By these `fcntl` has any signal sent to whom it names: linux/fcntl.h.
 const OWNERS: [u32; 3] = [
@@ -92,14 +113,14 @@ const SECOND: u32 = 24 + LOWER;
 const LOWER: u32 = if cfg!(target_endian = "big") { 4 } else { 0 };
 const IF_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 
-const BY_ARGUMENT: usize = HEAD + REFUSED.len() + FORKS.len();
+const BY_ARGUMENT: usize = HEAD + REFUSED.len() + OLDER.len();
 const OF_OWNERS: usize = BY_ARGUMENT + 10;
 const LEN: usize = OF_OWNERS + OWNERS.len() + 2;
 
 const fn program() -> [libc::sock_filter; LEN] {
     let (may, refuse) = (LEN - 2, LEN - 1);
     let mut steps = refusing(begun::<LEN>(), HEAD, &REFUSED);
-    steps = refusing(steps, HEAD + REFUSED.len(), &FORKS);
+    steps = refusing(steps, HEAD + REFUSED.len(), &OLDER);
     let at = BY_ARGUMENT;
     steps[at] = step(IF_EQUAL, libc::SYS_clone3 as u32, 0, 1);
     let unknown = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
@@ -206,6 +227,12 @@ mod tests {
             ("compare", libc::SYS_kcmp, [process, process, 0, 0]),
             ("priority", libc::SYS_setpriority, [0, 0, 0, 0]),
             ("memory file", libc::SYS_memfd_create, [0, 0, 0, 0]),
+            ("shorten", libc::SYS_truncate, [0, 0, 0, 0]),
+            ("mode", libc::SYS_fchmod, [-1, 0, 0, 0]),
+            ("mode by path", libc::SYS_fchmodat, [-1, 0, 0, 0]),
+            ("owner of a file", libc::SYS_fchownat, [-1, 0, 0, 0]),
+            ("attribute", libc::SYS_setxattr, [0, 0, 0, 0]),
+            ("no attribute", libc::SYS_lremovexattr, [0, 0, 0, 0]),
             ("shared memory", libc::SYS_shmat, [-1, 0, 0, 0]),
             (
                 "owner",

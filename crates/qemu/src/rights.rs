@@ -5,6 +5,7 @@
 //! count for files change, the groups, and the capabilities, of which none is left that concerns files. Refuses: nothing; a kernel
 //! that refuses is reported.
 
+use crate::privileges::stay_private;
 use rustix::fs::{Gid, Uid};
 use rustix::io::Errno;
 use rustix::thread::{
@@ -48,7 +49,9 @@ pub(crate) fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
         permitted: kept,
         inheritable: CapabilitySet::empty(),
     };
-    set_capabilities(None, sets)
+    set_capabilities(None, sets)?;
+    // A thread's change of rights has set the whole process back to what the system does with such programs.
+    stay_private().map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::PERM))
 }
 
 /// Between fork and exec: gives files the rights of the process again.

@@ -5,7 +5,7 @@
 //! and group of the host's QEMUs; so does every one where this process cannot become another user. What a person gives to
 //! the common user or group is for all VMs: disks are opened with those rights, and QEMU gets the open file; it is in the
 //! common group itself only where its kernel or initramfs, which it opens itself, is for that group. Refuses: a file that
-//! may not be opened so. Opening as another user may make this process readable for that user: its caller sees to that.
+//! may not be opened so.
 
 use crate::disk::{DiskError, make_image, open_image};
 use crate::disk_place::can_make_image;
@@ -113,12 +113,9 @@ pub fn make_disk(
     owner: User,
 ) -> Result<OwnedFd, ApiError> {
     let (path, user, reserved) = (Path::new(&disk.path), common.user, common.reserved);
-    let made = match make_image(path, bytes, owner.uid, user.gid, reserved) {
-        Err(DiskError::NoPlace { .. }) if owner.uid != user.uid => {
-            make_image(path, bytes, user.uid, user.gid, reserved)
-        }
-        made => made,
-    };
+    let made = as_either(owner.uid, user, |uid, gid| {
+        make_image(path, bytes, uid, gid, reserved)
+    });
     made.map_err(|error| of_disk(common.host, vm, disk, error))
 }
 
@@ -130,12 +127,22 @@ pub fn can_make_disk(
     disk: &DiskSpec,
 ) -> Result<(), ApiError> {
     let path = Path::new(&disk.path);
-    let alone = own(spec).filter(|uid| *uid != user.uid);
-    let can = match alone.map(|uid| can_make_image(path, uid, user.gid)) {
-        Some(can) if !matches!(can, Err(DiskError::NoPlace { .. })) => can,
-        _ => can_make_image(path, user.uid, user.gid),
-    };
+    let can = as_either(own(spec).unwrap_or(user.uid), user, |uid, gid| {
+        can_make_image(path, uid, gid)
+    });
     can.map_err(|error| of_disk(host, &spec.name, disk, error))
+}
+
+/// As the VM's own user, else as the common one, always in the common group.
+fn as_either<R>(
+    own: u32,
+    common: User,
+    make: impl Fn(u32, u32) -> Result<R, DiskError>,
+) -> Result<R, DiskError> {
+    match make(own, common.gid) {
+        Err(DiskError::NoPlace { .. }) if own != common.uid => make(common.uid, common.gid),
+        made => made,
+    }
 }
 
 fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {

@@ -23,7 +23,7 @@ use crate::handle::{Command, Status};
 use crate::handover::Handover;
 use crate::listener::Listener;
 use crate::message::{Region, Vring, request};
-use crate::queue::{Guest, Queue};
+use crate::queue::{Guest, Queue, must_be_eventfd};
 
 pub(crate) const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
@@ -351,6 +351,7 @@ impl Device {
             self.stack.bottom.unwatch(kick_token(number, life));
         }
         if let Some(kick) = &kick {
+            must_be_eventfd(kick)?;
             self.stack
                 .bottom
                 .watch(kick.as_fd(), kick_token(number, life))?;

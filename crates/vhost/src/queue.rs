@@ -344,7 +344,7 @@ impl Queue {
             must_be_eventfd(call)?;
             let set = rustix::fs::fcntl_getfl(call)
                 .and_then(|flags| rustix::fs::fcntl_setfl(call, flags | OFlags::NONBLOCK));
-            set.map_err(no_interrupts)?;
+            set.map_err(unusable)?;
         }
         self.call = call;
         // What was answered while there was nobody to call.
@@ -375,16 +375,16 @@ impl Queue {
     }
 }
 
-fn no_interrupts(error: impl Into<std::io::Error>) -> Error {
-    Error::system("use the descriptor of a queue's interrupts", error)
+fn unusable(error: impl Into<std::io::Error>) -> Error {
+    Error::system("use a descriptor of a queue", error)
 }
 
-/// Nothing else is written to: a file may be on storage that hangs, and of a device nobody knows what it does.
-fn must_be_eventfd(call: &OwnedFd) -> Result<(), Error> {
-    let link = format!("/proc/self/fd/{}", call.as_raw_fd());
-    let kind = std::fs::read_link(link).map_err(no_interrupts)?;
+/// Nothing else is written to or waited for: a file may be on storage that hangs, and of a device nobody knows what it does.
+pub(crate) fn must_be_eventfd(fd: &OwnedFd) -> Result<(), Error> {
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let kind = std::fs::read_link(link).map_err(unusable)?;
     match kind.as_os_str() == "anon_inode:[eventfd]" {
         true => Ok(()),
-        false => Err(no_interrupts(Errno::INVAL)),
+        false => Err(unusable(Errno::INVAL)),
     }
 }

@@ -7,7 +7,6 @@ use crate::console::Console;
 use crate::disks::Disks;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
-use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
 use crate::variables::{self, Opened, Variables};
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout};
@@ -115,8 +114,7 @@ pub(crate) fn common_user<'a>(config: &'a VmProcessConfig, reserved: &'a Reserve
 impl Hyper {
     /// Starts QEMU; the guest does not run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let user =
-            with_other_rights(|| user::of(start.common(&reserved(start.config)), start.spec))?;
+        let user = user::of(start.common(&reserved(start.config)), start.spec)?;
         let ram_path = start.paths.ram_file(start.launch);
         limit_memory(start.spec.memory_bytes());
         let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
@@ -387,15 +385,6 @@ pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
     Some(GuestNews::Halted(why.into()))
 }
 
-/// Opens files as other users, after which this process stays unreadable for them.
-pub(crate) fn with_other_rights<R>(
-    open: impl FnOnce() -> Result<R, ApiError>,
-) -> Result<R, ApiError> {
-    let opened = open();
-    stay_private().map_err(internal)?;
-    opened
-}
-
 fn owner_of(user: User) -> Owner {
     let User { uid, gid } = user;
     Owner { uid, gid }
@@ -407,10 +396,10 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
     // Those that QEMU opens itself.
     let images = match start.spec.serves_disks() {
         true => Vec::new(),
-        false => with_other_rights(|| {
+        false => {
             let (vm, disks) = (&start.spec.name, &start.spec.disks);
-            user::open_disks(start.common(&reserved(start.config)), vm, disks, user)
-        })?,
+            user::open_disks(start.common(&reserved(start.config)), vm, disks, user)?
+        }
     };
     let uefi = variables::open(start)?;
     // Of a start that was cut short before anybody could know it.

@@ -7,7 +7,6 @@
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::faults::planted;
-use crate::harden::stay_private;
 use crate::image::record_of;
 use godwit_blockio::Image;
 use godwit_blockio::holder;
@@ -330,7 +329,6 @@ pub(super) fn as_opener<R: Send, E: Denied>(
             break;
         }
     }
-    stay_private()?;
     done
 }
 
