@@ -16,13 +16,43 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub const NOT_KEPT_UP: &str =
     "the new image does not keep up with what the guest writes: try again when it writes less";
 
+/// How often it is tried in vain before a move is given up.
+const ATTEMPTS: u32 = 20;
+/// Pause between the first two attempts; each is twice as long as the one before,
+const PAUSE: Duration = Duration::from_millis(20);
+/// up to this.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// Goes on with a second image: `until_close` waits until little is under way, `switch` has the disk stand still and changes its image if both
+/// are equal then. Returns what that gave and how long the disk stood still in vain before; nothing where that did not come.
+pub fn switch_over<T, E>(
+    second: &SecondImage,
+    mut until_close: impl FnMut() -> Result<(), E>,
+    mut switch: impl FnMut() -> Result<Option<T>, E>,
+) -> Result<Option<(T, Duration)>, E> {
+    let (mut pause, mut in_vain) = (PAUSE, Duration::ZERO);
+    for _ in 0..ATTEMPTS {
+        until_close()?;
+        if second.come_close() {
+            let began = Instant::now();
+            if let Some(switched) = switch()? {
+                return Ok(Some((switched, in_vain)));
+            }
+            in_vain += began.elapsed();
+        }
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(PAUSE_MAX);
+    }
+    Ok(None)
+}
+
 /// Whether ever less is left.
 #[derive(Debug, Default)]
 pub struct Nearer(Option<(u64, Instant)>);
 
 impl Nearer {
-    /// Whether it is of use to wait, now that so much is left.
-    pub fn is_worth_it(&mut self, now: Instant, left: u64) -> bool {
+    /// So much is left now. Returns whether it is of use to wait.
+    pub fn observe(&mut self, now: Instant, left: u64) -> bool {
         match self.0 {
             Some((least, since)) if left >= least => {
                 now.saturating_duration_since(since) <= NO_NEARER
@@ -74,7 +104,7 @@ impl<'a> Approach<'a> {
             return Err(why);
         }
         let left = (course.left_bytes() + second.under_way_bytes()).min(self.total);
-        if !self.nearer.is_worth_it(now, left) {
+        if !self.nearer.observe(now, left) {
             return Err(NOT_KEPT_UP.to_owned());
         }
         self.equal_since = course
@@ -97,7 +127,7 @@ mod tests {
     #[test]
     fn what_gets_nearer_is_waited_for_and_what_does_not_for_two_minutes() {
         let (mut nearer, began) = (Nearer::default(), Instant::now());
-        let mut at = |s, left| nearer.is_worth_it(began + Duration::from_secs(s), left);
+        let mut at = |s, left| nearer.observe(began + Duration::from_secs(s), left);
         assert!(at(0, 100) && at(100, 100) && at(110, 99));
         // More is left again, and then as much as there was at the least.
         assert!(at(120, 500) && at(220, 99) && at(230, 99));

@@ -194,7 +194,8 @@ impl Arriving {
     }
 
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
-        self.kept_room.take(&self.file, content.len() as u64)?;
+        let range = at..at.saturating_add(content.len() as u64);
+        self.kept_room.take(&self.file, &range)?;
         let address = content.as_ptr() as usize;
         if address.is_multiple_of(self.memory_alignment.max(1)) {
             return self.file.write_all_at(content, at);
@@ -224,7 +225,7 @@ impl Arriving {
         while at < range.end {
             let len = (range.end - at).min(ZEROS as u64);
             let piece = zeros.bytes().get(..len as usize).unwrap_or_default();
-            self.kept_room.take(&self.file, len)?;
+            self.kept_room.take(&self.file, &(at..at + len))?;
             self.file.write_all_at(piece, at)?;
             at += len;
         }

@@ -166,14 +166,6 @@ impl Image {
         Ok(())
     }
 
-    /// Whether both are files of one file system.
-    pub(crate) fn is_beside(&self, other: &File) -> bool {
-        let of = |file: &File| file.metadata().ok().filter(|found| found.is_file());
-        of(&self.file)
-            .zip(of(other))
-            .is_some_and(|(one, other)| one.dev() == other.dev())
-    }
-
     /// Tells this file or block device from every other of this host, for as long as it is open somewhere.
     pub fn identity(&self) -> Result<Identity, Error> {
         let metadata = self.file.metadata().map_err(|source| Error::Image {

@@ -5,11 +5,11 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_types::vm::room_for_images;
-use rustix::fs::fstatvfs;
+use rustix::fs::{SeekFrom, fstatvfs, seek};
 
 /// It is looked at again once this part of the room has been written,
 const LOOK_PART: u64 = 4;
@@ -21,8 +21,9 @@ const LOOK_BYTES: RangeInclusive<u64> = 1 << 20..=64 << 20;
 pub(crate) struct KeptRoom(AtomicU64);
 
 impl KeptRoom {
-    /// So many bytes are to be written to this file.
-    pub(crate) fn take(&self, file: &File, bytes: u64) -> io::Result<()> {
+    /// These bytes of this file are to be written.
+    pub(crate) fn take(&self, file: &File, range: &Range<u64>) -> io::Result<()> {
+        let bytes = range.end - range.start;
         let took = |left: u64| left.checked_sub(bytes);
         let (set, get) = (Ordering::Relaxed, Ordering::Relaxed);
         if self.0.fetch_update(set, get, took).is_ok() {
@@ -37,15 +38,25 @@ impl KeptRoom {
         let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
         let free = of(found.f_bavail);
         let room = room_for_images(of(found.f_blocks), free);
-        if room < bytes {
+        if room < bytes && !is_there(file, range) {
             let why = format!(
                 "its file system has {} MiB left, which are for disks that are in use: make room there",
                 free >> 20
             );
             return Err(io::Error::new(io::ErrorKind::StorageFull, why));
         }
-        let next = (room / LOOK_PART).clamp(*LOOK_BYTES.start(), *LOOK_BYTES.end());
+        // Where there is no room each write is looked at.
+        let next = match room < bytes {
+            true => 0,
+            false => (room / LOOK_PART).clamp(*LOOK_BYTES.start(), *LOOK_BYTES.end()),
+        };
         self.0.store(next, set);
         Ok(())
     }
+}
+
+/// Whether these bytes have their place in the file system, so that writing them takes none.
+fn is_there(file: &File, range: &Range<u64>) -> bool {
+    let is_data = seek(file, SeekFrom::Data(range.start)).is_ok_and(|at| at == range.start);
+    is_data && seek(file, SeekFrom::Hole(range.start)).is_ok_and(|at| at >= range.end)
 }

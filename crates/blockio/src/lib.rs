@@ -33,7 +33,7 @@ mod second_image;
 mod stack;
 mod under_way;
 
-pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress};
+pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress, switch_over};
 pub use arriving::Arriving;
 pub use buffer::Buffer;
 pub use engine::Engine;

@@ -8,7 +8,7 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,6 +22,9 @@ use crate::{Arriving, Error, Image};
 const CLOSE_BYTES: u64 = 512 << 10;
 /// A disk that is to stand still waits so long at most until little is under way.
 const END_WAIT: Duration = Duration::from_millis(200);
+/// So often the file system may refuse to let both images have the same blocks before all the rest is copied. It refuses parts of blocks, which
+/// come of small writes of the guest.
+const REFUSALS_MAX: u32 = 64;
 /// How often it is looked whether nothing is under way any more.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -32,10 +35,10 @@ pub struct SecondImage(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     image: Arriving,
-    /// The disk's image, if it is on the same file system,
+    /// The disk's image, whose blocks both may have.
     source: Option<File>,
-    /// which may not be able to let both have the same blocks.
-    must_copy: AtomicBool,
+    /// How often the file system has refused that, up to [`REFUSALS_MAX`].
+    refusals: AtomicU32,
     course: Course,
     state: Mutex<UnderWay>,
     news: Condvar,
@@ -43,14 +46,13 @@ struct Shared {
 }
 
 impl SecondImage {
-    /// Fills this image, whose lock is kept for as long as either lives, for a mirroring with this course of this source: what a file
-    /// system can let both have is not copied. Everything is where the source is not named.
+    /// Fills this image, whose lock is kept for as long as either lives, for a mirroring with this course. Blocks that the file system lets
+    /// it share with `source`, the disk's image, are not copied.
     pub fn of(image: &Image, source: Option<File>, course: &Course) -> Result<Self, Error> {
-        let source = source.filter(|source| image.is_beside(source));
         Ok(Self(Arc::new(Shared {
             image: Arriving::of(image)?,
             source,
-            must_copy: AtomicBool::new(false),
+            refusals: AtomicU32::new(0),
             course: course.clone(),
             state: Mutex::default(),
             news: Condvar::new(),
@@ -181,7 +183,7 @@ impl Outlet for Writers {
         }
     }
 
-    fn takes_itself(&mut self, range: &Range<u64>) -> bool {
+    fn try_clone(&mut self, range: &Range<u64>) -> bool {
         let clones = self.0.clones();
         if clones {
             self.0
@@ -253,21 +255,25 @@ impl Shared {
     }
 
     fn clones(&self) -> bool {
-        self.source.is_some() && !self.must_copy.load(Ordering::Relaxed)
+        self.source.is_some() && self.refusals.load(Ordering::Relaxed) < REFUSALS_MAX
     }
 
-    /// What could not be cloned is lost, and comes again: to be copied, where the file system clones nothing.
+    /// What could not be cloned is lost, and comes again: to be cloned, or to be copied after too many refusals.
     fn clone_range(&self, number: u64, below: u64, range: &Range<u64>) -> Result<(), Error> {
         let Some(source) = &self.source else {
             return Ok(());
         };
         let cloned = self.image.clone_from(number, below, range, source)?;
-        if cloned == Cloned::None {
-            self.must_copy.store(true, Ordering::Relaxed);
-        }
-        if cloned != Cloned::Whole {
-            self.course.lose(range.clone());
-        }
+        let refusals = match cloned {
+            Cloned::Whole => return Ok(()),
+            Cloned::NotThis => 1,
+            Cloned::None => REFUSALS_MAX,
+        };
+        let add = |now: u32| Some(now.saturating_add(refusals));
+        let _ = self
+            .refusals
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        self.course.lose(range.clone());
         Ok(())
     }
 }

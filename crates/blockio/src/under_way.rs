@@ -32,8 +32,10 @@ const WAITING_MAX: usize = 4096;
 const GUEST_BYTES_AT_THE_END: u64 = 64 << 10;
 /// and so many changes.
 const GUEST_CHANGES_AT_THE_END: usize = 8;
-/// A change without content counts as so many bytes.
-const ZERO_COST: u64 = 4096;
+/// A change without content counts as so many bytes, and so does a clone.
+const CHEAP_COST: u64 = 4096;
+/// No region is copied while so many pieces of what is copied wait for a thread.
+const COPIES_WAITING_MAX: usize = 4 * THREADS;
 /// Storage that has had a change for so long, and has done nothing since, is waited for by nobody.
 const SILENT_FOR: Duration = Duration::from_millis(500);
 
@@ -115,6 +117,9 @@ impl UnderWay {
 
     /// How many regions may be copied at once.
     pub fn region_limit(&self) -> usize {
+        if self.waiting[Origin::Copy as usize].len() >= COPIES_WAITING_MAX {
+            return 0;
+        }
         let regions = self.room(Origin::Copy).div_ceil(REGION);
         usize::try_from(regions).unwrap_or(usize::MAX)
     }
@@ -227,7 +232,7 @@ impl UnderWay {
         for task in std::mem::take(&mut self.waiting).into_iter().flatten() {
             // Who counts what waits must see it as lost, so first that.
             course.lose(task.range.clone());
-            self.is_over(&task);
+            self.account_end(&task);
         }
     }
 
@@ -243,7 +248,7 @@ impl UnderWay {
                 self.adapt(task.number, now - since);
             }
         }
-        self.is_over(task);
+        self.account_end(task);
     }
 
     /// Less is copied at once where storage takes long for it: a guest's writes wait in the same queue of the storage.
@@ -261,7 +266,7 @@ impl UnderWay {
         self.adapted_at = self.count;
     }
 
-    fn is_over(&mut self, task: &Task) {
+    fn account_end(&mut self, task: &Task) {
         let bytes = &mut self.bytes[task.origin as usize];
         *bytes = bytes.saturating_sub(task.cost());
         if task.origin == Origin::Guest {
@@ -273,9 +278,8 @@ impl UnderWay {
 impl Task {
     fn cost(&self) -> u64 {
         match self.content {
-            Content::Change(Change::Zeroed) => ZERO_COST,
+            Content::Change(Change::Zeroed) | Content::Cloned => CHEAP_COST,
             Content::Change(Change::Written(..)) => self.range.end - self.range.start,
-            Content::Cloned => (self.range.end - self.range.start) / COPY_PIECES,
         }
     }
 }

@@ -6,7 +6,7 @@ use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
 use godwit_types::disk_activity::{DiskActivity, DiskWork};
 use godwit_types::site::{Claim, SiteHost, SiteTable};
-use godwit_types::vm::{Accelerator, DiskSpec};
+use godwit_types::vm::{Accelerator, DiskSpec, Firmware};
 use std::collections::BTreeMap;
 
 fn host(name: &str) -> HostName {
@@ -188,6 +188,12 @@ fn a_vm_whose_disk_only_a_silent_host_has_is_not_said_to_start_elsewhere() {
         state.vm_view(&web(), 0).unwrap().note.unwrap()
     };
     let (alone, shared) = (note(false), note(true));
+    state.vms.get_mut(&web()).unwrap().spec.firmware = Firmware::Uefi;
+    let variables = state.vm_view(&web(), 0).unwrap().note.unwrap();
+    assert!(
+        variables.ends_with("which alone has its UEFI variables"),
+        "{variables}"
+    );
     assert!(
         alone.ends_with("bring it back, which alone has its disk 'root'"),
         "{alone}"

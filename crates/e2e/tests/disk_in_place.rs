@@ -165,6 +165,38 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
 }
 
 #[test]
+fn a_file_that_somebody_puts_where_a_new_image_was_made_is_not_written() -> Result<()> {
+    let mut site = Site::local()?;
+    let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+    does_at(&site.pair.a, "disk-move.made", "hold")?;
+    begin(&site, &fast)?;
+    site.pair.a.wait_fault(LONG)?;
+    let directory = fast.parent().context("a directory")?;
+    let made = std::fs::read_dir(directory)?
+        .next()
+        .context("nothing is made")??;
+    std::fs::remove_file(made.path())?;
+    let victim = directory.join("victim.raw");
+    std::fs::write(&victim, vec![7; 1 << 20])?;
+    std::fs::set_permissions(&victim, std::fs::Permissions::from_mode(0o666))?;
+    std::os::unix::fs::symlink(&victim, made.path())?;
+    site.pair.a.release()?;
+    let failed = ended(&site)?;
+    let why = failed.why.context("it is moved")?;
+    ensure!(
+        why.contains("another file is where its image was made"),
+        "{why}"
+    );
+    ensure!(
+        std::fs::read(&victim)? == vec![7; 1 << 20],
+        "it was written"
+    );
+    is_at(&mut site, &first)?;
+    site.goes_on(&site.pair.a, 20)?;
+    site.is_whole(&site.pair.a)
+}
+
+#[test]
 fn a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one() -> Result<()>
 {
     for (point, is_moved) in [

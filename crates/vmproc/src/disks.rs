@@ -105,10 +105,8 @@ impl Disks {
             known: before.known,
         };
         let served = Served::new(config, paths, what, ram, held);
-        if let Some(migration) = come {
-            served.make_those_that_come(migration)?;
-        }
-        let begun = served.begin(coming);
+        let made = come.map(|migration| served.make_those_that_come(migration));
+        let begun = served.begin(coming, &made.transpose()?.unwrap_or_default());
         if begun.is_err() && come.is_some() {
             put_aside(paths);
         }

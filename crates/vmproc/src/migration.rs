@@ -183,7 +183,7 @@ impl Vm {
         self.refuse_cancelled(&spec.id)?;
         self.refuse_while_moving()?;
         self.refuse_while_disks_move()?;
-        self.must_not_be_full()?;
+        self.refuse_while_full()?;
         self.follow_disks();
         self.spec
             .as_ref()

@@ -249,7 +249,7 @@ impl Vm {
     }
 
     /// What waits for room would stay here.
-    pub(crate) fn must_not_be_full(&self) -> Result<(), ApiError> {
+    pub(crate) fn refuse_while_full(&self) -> Result<(), ApiError> {
         let refused = |message| {
             let error = ApiError::new(ErrorCode::WrongState, message);
             Err(error.on_host(&self.config.host))

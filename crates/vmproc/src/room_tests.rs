@@ -35,7 +35,7 @@ fn wait(vm: &mut Vm) -> u64 {
 fn a_successor_waits_on_and_lets_its_guest_go_on_once_there_is_room() {
     let (site, qemu, mut vm) = waiting();
     assert!(waits(&vm), "also where which disk it is was lost");
-    let moved = vm.must_not_be_full().unwrap_err();
+    let moved = vm.refuse_while_full().unwrap_err();
     assert!(moved.message.starts_with(WAITS), "{moved}");
     let number = wait(&mut vm);
     vm.may_have_room(number);

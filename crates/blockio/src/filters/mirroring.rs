@@ -85,9 +85,9 @@ pub trait Outlet: Send {
         !self.takes(Origin::Copy)
     }
 
-    /// Takes these bytes of the source by itself, as they are from now on: whatever is changed of them later is given, too. Whether
-    /// it does.
-    fn takes_itself(&mut self, _range: &Range<u64>) -> bool {
+    /// Clones these bytes of the source at any time from now on, as they are then: whatever is changed of them later is given, too.
+    /// Returns whether it does.
+    fn try_clone(&mut self, _range: &Range<u64>) -> bool {
         false
     }
 
@@ -153,19 +153,7 @@ impl Mirroring {
             match step {
                 Step::Source(id) => self.leave_to_the_source(id, flow),
                 Step::Both(id) => steps.extend(self.send_both_ways(id, flow)),
-                Step::Copy(copy) if self.outlet.takes_itself(&copy.range) => {
-                    // It counts as copied at once: what follows waits for the next look, as it would for a read.
-                    let left = self.region_limit.saturating_sub(1);
-                    self.region_limit = left.min(self.outlet.region_limit());
-                    steps.extend(self.keep_pace(flow.now()));
-                    steps.extend(self.mirror.copied(&copy));
-                }
-                Step::Copy(copy) => {
-                    let buffer = Buffer::zeroed((copy.range.end - copy.range.start) as usize);
-                    let work = Work::Read(copy.range.clone());
-                    flow.make(work, Data::Own(buffer), COPY | copy.number);
-                    self.reads.insert(copy.number, copy);
-                }
+                Step::Copy(copy) => steps.extend(self.copy(copy, flow)),
                 Step::Answer { write, .. } => self.answer(write, flow),
             }
         }
@@ -175,6 +163,22 @@ impl Mirroring {
         // What waits for room is under way, too: a guest that outruns the destination always has something that does.
         let synchronised = self.mirror.phase() == Phase::Synchronised;
         shared.synchronised.store(synchronised, Ordering::Release);
+    }
+
+    fn copy(&mut self, copy: Copy, flow: &mut Flow<'_>) -> Vec<Step> {
+        if !self.outlet.try_clone(&copy.range) {
+            let buffer = Buffer::zeroed((copy.range.end - copy.range.start) as usize);
+            let work = Work::Read(copy.range.clone());
+            flow.make(work, Data::Own(buffer), COPY | copy.number);
+            self.reads.insert(copy.number, copy);
+            return Vec::new();
+        }
+        // It counts as copied at once: what follows waits for the next look, as it would for a read.
+        let left = self.region_limit.saturating_sub(1);
+        self.region_limit = left.min(self.outlet.region_limit());
+        let mut steps = self.keep_pace(flow.now());
+        steps.extend(self.mirror.copied(&copy));
+        steps
     }
 
     /// It goes down unchanged, with the guest's own buffers.

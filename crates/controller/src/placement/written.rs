@@ -21,7 +21,7 @@ pub enum WrittenOn {
 /// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
 pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
     let mut disks = spec.disks.iter();
-    let Some(disk) = disks.find(|disk| !disk.read_only && !disk.shared) else {
+    let Some(disk) = disks.find(|disk| disk.goes_along()) else {
         return variables_are_there(spec, written, to);
     };
     let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);

@@ -126,10 +126,10 @@ impl State {
         let since = heard.and_then(|host| host.silent_s(now_unix_s));
         let since = since.map_or_else(String::new, |s| format!(" for {s} s"));
         let silent = format!("host {host} may run it and has not answered{since}: bring it back");
-        let disks = self.vms.get(name).map_or(&[][..], |vm| &vm.spec.disks);
+        let spec = self.vms.get(name).map(|vm| &vm.spec);
         // Elsewhere it could not start.
-        match disks.iter().find(|disk| disk.goes_along()) {
-            Some(disk) => format!("{silent}, which alone has its disk '{}'", disk.name),
+        match spec.and_then(VmSpec::of_its_host_alone) {
+            Some(what) => format!("{silent}, which alone has {what}"),
             None => format!(
                 "{silent}; or, when it is powered off, run 'godwit host fenced {host}' and start {name} again"
             ),

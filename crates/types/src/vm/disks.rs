@@ -78,6 +78,17 @@ impl fmt::Display for DiskLimits {
 }
 
 impl VmSpec {
+    /// What only the host has that held the VM last, if there is anything; a part of a sentence.
+    pub fn of_its_host_alone(&self) -> Option<String> {
+        let disk = self.disks.iter().find(|disk| disk.goes_along());
+        let variables = || {
+            self.has_variables()
+                .then(|| "its UEFI variables".to_owned())
+        };
+        disk.map(|disk| format!("its disk '{}'", disk.name))
+            .or_else(variables)
+    }
+
     pub(super) fn check_disks(&self) -> Result<(), InvalidVm> {
         if self.disks.len() > DISKS_MAX {
             return Err(InvalidVm(format!(

@@ -40,10 +40,12 @@ fn read(paths: &Paths) -> (Vec<DiskMove>, bool) {
         None
     });
     let mut moves = known.map_or_else(Vec::new, |history| history.moves);
-    let is_news = moves.iter().any(DiskMove::is_under_way);
+    let mut is_news = moves.iter().any(DiskMove::is_under_way);
     if is_news {
         let what: Option<ServedDisks> = load_json(&paths.disks()).unwrap_or_else(|error| {
             tracing::warn!(%error, "what became of moves of disks is not known");
+            // Another time it may be.
+            is_news = false;
             None
         });
         let disks = what.map_or_else(Vec::new, |what| what.disks);
@@ -124,6 +126,12 @@ mod tests {
         assert!(past_moves(&paths).is_empty());
     }
 
+    /// What is written of a VM whose disk is there.
+    fn served(path: &str) -> serde_json::Value {
+        let disks = [DiskSpec::new("root", path)];
+        json!({"launch": 1, "ram": [1, 2], "uid": 0, "gid": 0, "queues": 1, "disks": disks, "images": [[1, 2]]})
+    }
+
     #[test]
     fn moves_that_ended_with_their_process_are_listed_with_what_became_of_them() {
         let site = Site::new();
@@ -147,10 +155,15 @@ mod tests {
         let (moved, failed) = ((DiskMoveState::Moved, false), (DiskMoveState::Failed, true));
         assert_eq!(states(), [failed, failed, moved]);
         for (path, first) in [("/new", moved), ("/old", failed)] {
-            let disks = [DiskSpec::new("root", path)];
-            let what = json!({"launch": 1, "ram": [1, 2], "uid": 0, "gid": 0, "queues": 1, "disks": disks, "images": [[1, 2]]});
-            save_json(&paths.disks(), &what).unwrap();
+            save_json(&paths.disks(), &served(path)).unwrap();
             assert_eq!(states(), [first, failed, moved]);
         }
+        // Nothing is written of what is not known.
+        std::fs::write(paths.disks(), "no disks").unwrap();
+        assert_eq!(settled(&paths).len(), 3);
+        save_json(&paths.disks(), &served("/new")).unwrap();
+        settled(&paths);
+        std::fs::remove_file(paths.disks()).unwrap();
+        assert_eq!(states(), [moved, failed, moved]);
     }
 }

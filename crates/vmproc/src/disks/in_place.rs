@@ -11,7 +11,7 @@ use super::claim::Taking;
 use super::history;
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
-use super::moving::{begin_copying, open_guests};
+use super::moving::{begin_copying, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::{Disks, LOCK_WAIT, REST_WAIT};
@@ -20,7 +20,7 @@ use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
-use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage};
+use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_qemu::disk::{is_taken, must_be_free};
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -33,10 +33,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How often it stands still in vain before the move is given up.
-const ATTEMPTS: usize = 20;
-/// Longest pause between two of these.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// Disks that are moved on this host, or were last.
 #[derive(Debug)]
@@ -400,7 +396,7 @@ impl Served {
         let cap = going.place.max_bandwidth_mbit_per_s;
         let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
-        let source = open_guests(&going.spec, going.image).ok();
+        let source = open_disk_image(&going.spec, going.image).ok();
         let second = SecondImage::of(&image, source, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
@@ -424,22 +420,14 @@ impl Served {
         named?.sync()?;
         mirror.second.sync()?;
         reached("disk-move.equal");
-        let (mut image, mut pause) = (Some(image), LOOK_EVERY);
-        let mut waited = Duration::ZERO;
-        for _ in 0..ATTEMPTS {
-            self.wait_until_equal(going, &mirror)?;
-            if !mirror.second.come_close() {
-                continue;
-            }
-            let began = Instant::now();
-            if let Some(took) = self.switch(going, &mirror, &mut image)? {
-                return Ok(waited + took);
-            }
-            waited += began.elapsed();
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(PAUSE_MAX);
-        }
-        Err(NOT_KEPT_UP.into())
+        let mut image = Some(image);
+        let switched = switch_over(
+            &mirror.second,
+            || self.wait_until_equal(going, &mirror),
+            || self.switch(going, &mirror, &mut image),
+        );
+        let (took, in_vain) = switched?.ok_or(NOT_KEPT_UP)?;
+        Ok(in_vain + took)
     }
 
     /// Makes the image that the disk is copied to, and notes that it is this move's.
@@ -450,8 +438,9 @@ impl Served {
             shared: going.place.shared,
             ..going.spec.clone()
         };
-        self.make(&beside, bytes)?;
-        let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew))?;
+        let made = self.make(&beside, bytes)?;
+        reached("disk-move.made");
+        let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew), Some(&made))?;
         going.known = known;
         let identity = image.identity()?;
         going.copying.image = Some((identity.device, identity.inode));

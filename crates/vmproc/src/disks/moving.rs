@@ -305,7 +305,7 @@ impl Drop for SourceDisks {
 }
 
 /// The image of a disk, to look at.
-pub(super) fn open_guests(spec: &DiskSpec, image: (u64, u64)) -> Result<File, String> {
+pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
     let file = open_to_look(Path::new(&spec.path)).map_err(|error| told(&error))?;
     let found = identity_of_open(&file).map_err(|error| told(&error))?;
@@ -317,7 +317,7 @@ pub(super) fn open_guests(spec: &DiskSpec, image: (u64, u64)) -> Result<File, St
 
 /// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
 fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
-    let file = open_guests(spec, image)?;
+    let file = open_disk_image(spec, image)?;
     let told = |error: Errno| format!("{}: {error}", spec.path);
     let (mut holes, mut at) = (Vec::new(), 0);
     while at < bytes {

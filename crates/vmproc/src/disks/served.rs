@@ -14,12 +14,12 @@ use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name};
 use crate::adoption::lock;
 use crate::faults::planted;
 use crate::files::Paths;
-use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
+use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
 use godwit_ownership::KnownImage;
-use godwit_qemu::disk::must_be_free;
+use godwit_qemu::disk::{identity_of_open, must_be_free};
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_store::save_json;
@@ -38,6 +38,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+/// Images that were made just now, by the names of their disks.
+pub(super) type Made = BTreeMap<String, File>;
 
 /// What a QEMU was started with: durable before it starts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -204,7 +207,7 @@ impl Served {
     }
 
     /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
-    pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<(), ApiError> {
+    pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
         put_aside(&self.paths);
         self.save()?;
         let made = self.make_all(migration);
@@ -214,8 +217,8 @@ impl Served {
         made
     }
 
-    fn make_all(&self, migration: &MigrationSpec) -> Result<(), ApiError> {
-        let what = self.what();
+    fn make_all(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
+        let (what, mut made) = (self.what(), Made::new());
         for spec in what.disks.iter().filter(|disk| disk.goes_along()) {
             let named = migration.disks.iter().find(|named| named.name == spec.name);
             let named = named
@@ -226,34 +229,48 @@ impl Served {
                 path: arriving_path(&spec.path, &migration.id),
                 ..spec.clone()
             };
-            self.make(&beside, named.bytes)?;
+            made.insert(spec.name.clone(), self.make(&beside, named.bytes)?);
         }
-        Ok(())
+        Ok(made)
     }
 
-    /// Makes an image with the rights of QEMU's user.
-    pub(super) fn make(&self, spec: &DiskSpec, bytes: u64) -> Result<(), ApiError> {
+    /// Makes an image with the rights of QEMU's user. Who opens it by its path compares it with this very file ([`Self::open`]): whoever
+    /// owns the directory may have put another one there.
+    pub(super) fn make(&self, spec: &DiskSpec, bytes: u64) -> Result<File, ApiError> {
         let what = self.what();
         let owner = User {
             uid: what.uid,
             gid: what.gid,
         };
         let reserved = reserved(&self.config);
-        let made = with_other_rights(|| {
-            let common = common_user(&self.config, &reserved);
-            user::make_disk(common, &self.config.vm, spec, bytes, owner)
-        });
-        made.map(drop)
+        let common = common_user(&self.config, &reserved);
+        user::make_disk(common, &self.config.vm, spec, bytes, owner).map(File::from)
     }
 
-    /// Opens all images and serves them.
-    pub(super) fn begin(&self, coming: Option<&MigrationSpec>) -> Result<(), ApiError> {
+    /// Refuses another file than the one that was made, which is open still: else its number could be another file's.
+    fn must_be(&self, made: &File, spec: &DiskSpec, found: &File) -> Result<(), ApiError> {
+        let of = |file| identity_of_open(file).map_err(|error| self.refused(spec, &error));
+        match of(made)? == of(found)? {
+            true => Ok(()),
+            false => Err(self.refused(
+                spec,
+                &"another file is where its image was made just now: see who may write into that directory",
+            )),
+        }
+    }
+
+    /// Opens all images and serves them; those that were made for this must be the very ones.
+    pub(super) fn begin(
+        &self,
+        coming: Option<&MigrationSpec>,
+        made: &Made,
+    ) -> Result<(), ApiError> {
         let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
         let (what, mut expected) = (self.what(), Vec::new());
         for disk in &what.disks {
             let left = until.saturating_duration_since(Instant::now());
             let taking = self.takes(disk).then_some(Taking::Anew);
-            let (image, known) = self.open(disk, left, taking)?;
+            let (image, known) = self.open(disk, left, taking, made.get(&disk.name))?;
             known.into_iter().for_each(|known| self.keep_later(known));
             if let Some(migration) = coming {
                 expected.extend(self.expect(disk, &image, &migration.source.host)?);
@@ -385,7 +402,7 @@ impl Served {
         };
         let taken = self.takes(spec);
         let taking = taken.then_some(Taking::Again);
-        let (image, known) = self.open(spec, patience, taking)?;
+        let (image, known) = self.open(spec, patience, taking, None)?;
         let now = image
             .identity()
             .map_err(|error| self.refused(spec, &error))?;
@@ -457,6 +474,7 @@ impl Served {
         spec: &DiskSpec,
         patience: Duration,
         taking: Option<Taking>,
+        made: Option<&File>,
     ) -> Result<(Image, Option<KnownImage>), ApiError> {
         let spec = &DiskSpec {
             path: self.path_of(spec),
@@ -464,11 +482,16 @@ impl Served {
         };
         let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
         let file = self.open_file(spec)?;
-        forget_mark(&file);
+        if let Some(made) = made {
+            self.must_be(made, spec, &file)?;
+        }
         let access = match spec.read_only {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
         };
+        if !spec.read_only {
+            forget_mark(&file);
+        }
         let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
         let mut image = image.map_err(|error| refused(&error))?;
         let Some(taking) = taking else {
@@ -538,10 +561,8 @@ pub(super) fn open_file(
     owner: User,
 ) -> Result<File, ApiError> {
     let reserved = reserved(config);
-    let files = with_other_rights(|| {
-        let common = common_user(config, &reserved);
-        user::open_disks(common, &config.vm, std::slice::from_ref(spec), owner)
-    })?;
+    let common = common_user(config, &reserved);
+    let files = user::open_disks(common, &config.vm, std::slice::from_ref(spec), owner)?;
     let file = files.into_iter().next().map(File::from);
     file.ok_or_else(|| refused(config, spec, &"its image was not opened"))
 }

@@ -87,7 +87,7 @@ impl SourceDriver {
                 .and_then(|bottleneck| limited_by(bottleneck, share));
             self.show_disks(began, left, limit);
             self.show_sent(set);
-            if !nearer.is_worth_it(Instant::now(), left) {
+            if !nearer.observe(Instant::now(), left) {
                 return Err(Halt::Failed(format!(
                     "its disks get no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
                     left >> 20,

@@ -2,9 +2,9 @@
 //!
 //! Owns the second image until the disk has it. Refuses a place that is taken. Pauses and limits are those of `vmproc`.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Approach, Image, NOT_KEPT_UP, SecondImage};
+use godwit_blockio::{Access, Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_vhost::{Disk, Error};
 use serde_json::json;
 use std::fs::File;
@@ -16,8 +16,6 @@ use crate::{BLOCK_BYTES, LOCK_WAIT, say};
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 const REST_WAIT: Duration = Duration::from_secs(3);
 const STAND_WAIT: Duration = Duration::from_millis(500);
-const ATTEMPTS: usize = 20;
-const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 struct Mirror<'a> {
     disk: &'a Disk,
@@ -58,22 +56,19 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     sync_directory_of(to)?;
     mirror.second.sync()?;
     say(&json!({"event": "equal"}));
-    let (mut image, mut pause) = (Some(image), LOOK_EVERY);
-    for attempt in 1..=ATTEMPTS {
-        mirror.wait_until_equal()?;
-        if !mirror.second.come_close() {
-            continue;
-        }
-        say(&json!({"event": "switching"}));
-        if let Some(took) = mirror.switch(&mut image, to, record)? {
-            let switch_ms = took.as_secs_f64() * 1e3;
-            say(&json!({"event": "moved", "switch_ms": switch_ms, "attempts": attempt}));
-            return Ok(());
-        }
-        std::thread::sleep(pause);
-        pause = (2 * pause).min(PAUSE_MAX);
-    }
-    bail!(NOT_KEPT_UP);
+    let mut image = Some(image);
+    let switched = switch_over(
+        &mirror.second,
+        || mirror.wait_until_equal(),
+        || {
+            say(&json!({"event": "switching"}));
+            mirror.switch(&mut image, to, record)
+        },
+    );
+    let (took, _) = switched?.context(NOT_KEPT_UP)?;
+    let switch_ms = took.as_secs_f64() * 1e3;
+    say(&json!({"event": "moved", "switch_ms": switch_ms}));
+    Ok(())
 }
 
 fn make_second(path: &Path, bytes: u64) -> Result<Image> {
