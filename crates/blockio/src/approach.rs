@@ -20,7 +20,7 @@ pub const NOT_KEPT_UP: &str =
 const ATTEMPTS: u32 = 20;
 /// Pause between the first two attempts; each is twice as long as the one before,
 const PAUSE: Duration = Duration::from_millis(20);
-/// up to this.
+/// and none is longer.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// Goes on with a second image: `until_close` waits until little is under way, `switch` has the disk stand still and changes its image if both
