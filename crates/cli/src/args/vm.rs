@@ -114,9 +114,7 @@ pub enum VmCommand {
         #[arg(long)]
         yes: bool,
     },
-    /// Delete a stopped VM
-    ///
-    /// The images of its disks stay where they are.
+    /// Delete a stopped VM; images of its disks stay
     #[command(after_help = "Example:\n  godwit vm delete web")]
     Delete {
         /// The VM
