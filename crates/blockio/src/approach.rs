@@ -123,6 +123,48 @@ impl<'a> Approach<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::filters::Course;
+    use crate::{Access, Image};
+
+    #[test]
+    fn a_copy_that_has_failed_is_given_up_and_one_that_is_not_equal_is_not_close() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let course = Course::default();
+        let second = SecondImage::of(&image, None, &course).unwrap();
+        let mut approach = Approach::of(&second, 1 << 20);
+        let began = Instant::now();
+        assert!(!approach.look(began).unwrap().is_close);
+        assert!(!approach.look(began + 2 * PATIENCE).unwrap().is_close);
+        assert!(!second.come_close(), "it is not equal");
+        let none: Option<()> = second.settle(began, PATIENCE, || ()).unwrap();
+        assert!(none.is_none());
+        course.fail("the storage is gone".to_owned());
+        assert_eq!(approach.look(began), Err("the storage is gone".to_owned()));
+    }
+
+    #[test]
+    fn a_disk_that_never_comes_close_stands_still_never() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let second = SecondImage::of(&image, None, &Course::default()).unwrap();
+        let mut waits = 0;
+        let switched: Result<Option<((), Duration)>, &str> = switch_over(
+            &second,
+            || {
+                waits += 1;
+                if waits > 3 {
+                    Err("it is called off")
+                } else {
+                    Ok(())
+                }
+            },
+            || panic!("it stands still"),
+        );
+        assert_eq!((switched, waits), (Err("it is called off"), 4));
+    }
 
     #[test]
     fn what_gets_nearer_is_waited_for_and_what_does_not_for_two_minutes() {

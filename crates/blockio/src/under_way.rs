@@ -287,8 +287,48 @@ impl Task {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Buffer;
 
     const MS: Duration = Duration::from_millis(1);
+
+    /// How many changes of the guest's there is room for, of so many bytes each.
+    fn taken(state: &mut UnderWay, bytes: u64) -> usize {
+        let mut count = 0;
+        while state.takes(Origin::Guest) {
+            let buffer = Arc::new(Buffer::zeroed(bytes as usize));
+            state.give(Origin::Guest, 0..bytes, Change::Written(buffer, 0));
+            count += 1;
+        }
+        count
+    }
+
+    #[test]
+    fn just_before_the_disk_stands_still_little_of_the_guests_is_taken() {
+        for (bytes, usual, at_the_end) in [(512, 64, 8), (16 << 10, 64, 4), (1 << 20, 2, 1)] {
+            let mut state = UnderWay::default();
+            assert_eq!(taken(&mut state, bytes), usual, "{bytes}");
+            assert!(!state.is_at_the_end());
+            let mut state = UnderWay::default();
+            state.end_soon(true);
+            assert_eq!(taken(&mut state, bytes), at_the_end, "{bytes}");
+            // One that is larger than all that may be under way is taken alone.
+            assert_eq!(state.is_at_the_end(), bytes <= GUEST_BYTES_AT_THE_END);
+            state.end_soon(false);
+            assert_eq!(taken(&mut state, bytes), usual - at_the_end, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn no_region_is_copied_while_many_clones_wait_for_a_thread() {
+        let mut state = UnderWay::default();
+        for _ in 0..COPIES_WAITING_MAX {
+            assert!(state.region_limit() > 0);
+            state.add(Origin::Copy, 0..REGION, Content::Cloned);
+        }
+        assert_eq!(state.region_limit(), 0);
+        state.begin(Origin::Copy).expect("one is taken");
+        assert!(state.region_limit() > 0);
+    }
 
     #[test]
     fn what_is_under_way_follows_what_storage_takes_for_it_once_for_what_was_given_since() {
