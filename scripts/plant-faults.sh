@@ -246,6 +246,7 @@ vmproc() {
     vmproc_case image-not-judged disk_holder an_image_that_another_host_took_later_is_not_opened
     vmproc_case larger-unjudged disk_holder an_image_that_another_disk_or_host_had_last_is_not_made_larger
     vmproc_unit removed-by-path disks::entry::tests::what_was_looked_at_is_removed_though_its_directory_was_exchanged_for_a_link
+    vmproc_case made-not-compared disk_in_place a_file_that_somebody_puts_where_a_new_image_was_made_is_not_written
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
     vmproc_case room-not-awaited disk_full a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
     vmproc_case room-wait-not-on-record disk_full a_guest_that_waits_for_room_when_its_host_loses_power_is_booted_and_one_that_a_person_paused_is_not
