@@ -17,12 +17,12 @@ pub const FILE_LEN_MAX: u64 = 4 << 30;
 /// SHA-256 of a regular file, hex; reads at most [`FILE_LEN_MAX`].
 pub fn sha256_of_file(path: &Path) -> std::io::Result<String> {
     let file = open_looked_at(CWD, path, OFlags::RDONLY)?;
-    if !file.metadata()?.is_file() {
+    let found = file.metadata()?;
+    if !found.is_file() {
         return Err(std::io::Error::other("it is no regular file"));
     }
     // What the kernel makes up when it is read has no length, and may be waited for without end.
-    let length = file.metadata()?.len();
-    let mut file = file.take(length.min(FILE_LEN_MAX));
+    let mut file = file.take(found.len().min(FILE_LEN_MAX));
     let mut context = digest::Context::new(&digest::SHA256);
     let mut buffer = vec![0; 1 << 20];
     loop {

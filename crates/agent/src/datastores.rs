@@ -6,12 +6,13 @@
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
+use godwit_qemu::disk_place::room_of;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::vm::{DiskSpec, VmSpec, room_for_images};
+use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::path::Path;
@@ -160,8 +161,7 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     if room.f_flag.contains(StatVfsMountFlags::RDONLY) {
         return Err(format!("{what} is mounted for reading only: {path}"));
     }
-    let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
-    Ok(room_for_images(bytes(room.f_blocks), bytes(room.f_bavail)))
+    Ok(room_of(&room))
 }
 
 impl Agent {

@@ -4,12 +4,12 @@
 //! user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
 //! two open files and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`.
 
+use crate::disk_place::room_of;
 use crate::launch::be_no_better_than_others;
 use crate::make_disk::Progress;
 use crate::only_files::OnlyFiles;
 use crate::rights::{become_user_for_good, have_own_files};
 use crate::user::User;
-use godwit_types::vm::room_for_images;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_setfl, fstatvfs};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
@@ -108,9 +108,7 @@ fn watch(child: &mut Child, raw: &File, progress: &Progress) -> io::Result<(Exit
 
 /// How much an image holds is known once it is written out: one that claims to be small is stopped before disks in use have no room.
 fn must_leave_room(raw: &File) -> io::Result<()> {
-    let found = fstatvfs(raw)?;
-    let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
-    match room_for_images(bytes(found.f_blocks), bytes(found.f_bavail)) {
+    match room_of(&fstatvfs(raw)?) {
         0 => Err(io::Error::new(
             io::ErrorKind::StorageFull,
             "the image holds more than there is room for: what is left of the file system is for disks that are in use",

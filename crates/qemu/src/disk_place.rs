@@ -1,10 +1,11 @@
-//! Whether an image can be made at a place, found out beforehand.
+//! Whether an image can be made at a place, and how large, found out beforehand.
 //!
 //! Owns nothing, and leaves nothing. Refuses: what [`crate::disk::make_image`] would, as far as that is known without a name.
 
 use crate::disk::DiskError;
 use crate::rights::as_user;
-use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, open, statx};
+use godwit_types::vm::room_for_images;
+use rustix::fs::{AtFlags, Mode, OFlags, StatVfs, StatxFlags, open, statx};
 use rustix::io::Errno;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
@@ -31,6 +32,12 @@ pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> 
             source: errno.into(),
         }),
     }
+}
+
+/// Bytes that images which come to a file system may take of what is free there.
+pub fn room_of(found: &StatVfs) -> u64 {
+    let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
+    room_for_images(bytes(found.f_blocks), bytes(found.f_bavail))
 }
 
 /// Whether the device below has blocks that are larger than a disk's. Where the kernel does not tell (btrfs) it takes any.

@@ -16,7 +16,7 @@ mod convert;
 pub mod described;
 pub mod device_state;
 pub mod disk;
-mod disk_place;
+pub mod disk_place;
 pub mod group;
 pub mod inherited;
 pub mod launch;

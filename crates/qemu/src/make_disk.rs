@@ -8,12 +8,13 @@
 
 use crate::convert;
 use crate::disk::{NotOpened, length_and_use, open_looked_at, rename_to_free};
+use crate::disk_place::room_of;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
 use godwit_types::VmName;
-use godwit_types::vm::{DISK_GIB_MAX, DiskSpec, room_for_images};
+use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
     flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
@@ -236,8 +237,7 @@ impl Place {
                 path.display()
             )
         })?;
-        let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
-        let free = room_for_images(bytes(found.f_blocks), bytes(found.f_bavail));
+        let free = room_of(&found);
         match free >= needed {
             true => Ok(()),
             false => Err(no_room(path, Some((needed, free)))),

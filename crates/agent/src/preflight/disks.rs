@@ -7,9 +7,10 @@ use super::{Finding, refuse};
 use crate::config::HostConfig;
 use crate::users;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
+use godwit_qemu::disk_place::room_of;
 use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::migration::DiskToMove;
-use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes, room_for_images};
+use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use rustix::fs::statvfs;
 use std::path::Path;
@@ -137,8 +138,7 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
         }
     };
     let mib = |bytes: u64| bytes >> 20;
-    let bytes = |blocks: u64| blocks.saturating_mul(room.f_frsize);
-    let free = room_for_images(bytes(room.f_blocks), bytes(room.f_bavail));
+    let free = room_of(&room);
     if free < size.used_bytes {
         return refuse(
             ErrorCode::Preflight,
