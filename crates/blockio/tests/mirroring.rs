@@ -6,8 +6,10 @@ mod common;
 use common::{fill_beside_writes, numbers, read_all, request_of, volume, write_of};
 use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Buffer, Data, Engine, Image, Outcome, SecondImage, Stack, Work,
+    Access, Arriving, Buffer, Data, Engine, Filter, Flow, Image, Outcome, Request, SecondImage,
+    Stack, Work,
 };
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -283,4 +285,81 @@ fn a_write_does_not_wait_for_ever_for_a_destination_that_answers_and_takes_nothi
     }
     assert!(!course.is_synchronised());
     assert_eq!(read_all(&from)[..3 * 4096], [7; 3 * 4096]);
+}
+
+/// Writes each half of a write by itself, and knows both by tokens that mean something else to others.
+#[derive(Default)]
+struct Halves(BTreeMap<u64, (Option<Request>, u64)>);
+
+impl Filter for Halves {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        let (Work::Write(range), Data::Own(bytes)) = (&request.work, &request.data) else {
+            return flow.down(request);
+        };
+        let middle = range.start + (range.end - range.start) / 2;
+        let half = |range: &Range<u64>, at: usize| {
+            let mut half = Buffer::zeroed((range.end - range.start) as usize);
+            let len = half.len();
+            half.bytes_mut()
+                .copy_from_slice(&bytes.bytes()[at..at + len]);
+            Data::Own(half)
+        };
+        // The first is one of the guest's, too, and the second has the highest bits.
+        let both = [
+            (range.start..middle, request.token),
+            (middle..range.end, request.token | 1 << 63),
+        ];
+        for (part, token) in both {
+            let at = (part.start - range.start) as usize;
+            flow.make(Work::Write(part.clone()), half(&part, at), token);
+        }
+        self.0.insert(request.token, (Some(request), 2));
+    }
+
+    fn made(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        assert_eq!(outcome, Outcome::Done);
+        let (whole, left) = self.0.get_mut(&(request.token & !(1 << 63))).unwrap();
+        *left -= 1;
+        if *left == 0 {
+            flow.up(whole.take().unwrap(), outcome);
+        }
+    }
+}
+
+#[test]
+fn writes_that_a_filter_above_makes_are_on_both_images_whatever_it_knows_them_by() {
+    let (from, to) = (volume(BYTES), volume(BYTES));
+    let course = Course::default();
+    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+    let second = SecondImage::of(&open(&to.path), None, &course).unwrap();
+    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+    let filters: Vec<Box<dyn Filter>> = vec![Box::new(Halves::default()), Box::new(mirroring)];
+    let mut stack = Stack::new(filters, Engine::new(open(&from.path)).unwrap());
+    course.begin(None);
+    let (mut token, mut finished) = (0, 0);
+    let is_equal = || second.under_way_bytes() == 0 && course.is_synchronised();
+    while token < 400 || stack.under_way() > 0 || !is_equal() {
+        while stack.under_way() < 16 && token < 400 {
+            token += 1;
+            // Some pass unchanged, each with the token that the next write has.
+            let start = token * 7919 % (BYTES / 512 - 8) * 512;
+            let one = match token % 4 {
+                0 => request_of(
+                    Work::Discard(start..start + 4096),
+                    Data::None,
+                    (token + 1) << 8,
+                ),
+                _ => write_of(start, 4096, token as u8, token << 8),
+            };
+            stack.submit(one, Instant::now());
+        }
+        stack.turn(None, &mut Vec::new()).unwrap();
+        assert_eq!(course.failure(), None);
+        while let Some((_, outcome)) = stack.finished() {
+            assert_eq!(outcome, Outcome::Done);
+            finished += 1;
+        }
+    }
+    assert_eq!(finished, token);
+    assert!(read_all(&from) == read_all(&to), "they differ");
 }

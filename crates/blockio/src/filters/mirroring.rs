@@ -44,7 +44,7 @@ const WAIT_MAX: Duration = Duration::from_secs(1);
 /// and for so long nobody waits for it then: what it misses is copied again.
 const AWAY: Duration = Duration::from_secs(5);
 
-/// What a request of the filter's own is for, in the upper bits of its token; the guest's tokens are below.
+/// What a request of the filter's own is for, in the upper bits of its token; numbers of writes and copies are below.
 const SOURCE: u64 = 1 << 56;
 const COPY: u64 = 2 << 56;
 const KIND: u64 = 0xff << 56;
@@ -100,8 +100,12 @@ pub struct Mirroring {
     mirror: Mirror,
     outlet: Box<dyn Outlet>,
     course: Course,
-    /// Writes of the guest that are not answered, by their tokens, and what became of them at the source.
+    /// Writes from above that are not answered, by numbers of the filter's own, and what became of them at the source.
     writes: BTreeMap<u64, (Option<Request>, Option<Outcome>)>,
+    /// The number of the last of them.
+    last_write: u64,
+    /// The numbers of those that went down unchanged, by who made them and what he knows them by: each maker has tokens of his own.
+    below: BTreeMap<(Option<usize>, u64), u64>,
     /// How many requests the guest has under way,
     under_way: usize,
     /// and how many it had lately, on average.
@@ -133,6 +137,8 @@ impl Mirroring {
             outlet,
             course: course.clone(),
             writes: BTreeMap::new(),
+            last_write: 0,
+            below: BTreeMap::new(),
             under_way: 0,
             load: 0.0,
             waiting: VecDeque::new(),
@@ -184,6 +190,7 @@ impl Mirroring {
     /// It goes down unchanged, with the guest's own buffers.
     fn leave_to_the_source(&mut self, id: u64, flow: &mut Flow<'_>) {
         if let Some(request) = self.writes.get_mut(&id).and_then(|write| write.0.take()) {
+            self.below.insert((request.maker, request.token), id);
             flow.down(request);
         }
     }
@@ -398,12 +405,24 @@ impl Mirroring {
 }
 
 impl Filter for Mirroring {
+    fn passes_down(&mut self, request: &Request, _now: Instant) -> bool {
+        let passes = !request.work.changes();
+        self.under_way += usize::from(passes);
+        passes
+    }
+
+    fn passes_up(&mut self, request: &Request, _outcome: Outcome, _now: Instant) -> bool {
+        let passes = !request.work.changes();
+        self.under_way = self.under_way.saturating_sub(usize::from(passes));
+        passes
+    }
+
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
         self.under_way += 1;
-        let id = request.token;
-        let range = request.work.range().cloned();
-        match range.filter(|_| request.work.changes() && id & KIND == 0) {
+        match request.work.range().cloned() {
             Some(range) if self.mirror.phase() != Phase::Ended => {
+                self.last_write += 1;
+                let id = self.last_write;
                 self.writes.insert(id, (Some(request), None));
                 let steps = self.mirror.write(id, range);
                 self.carry_out(steps, flow);
@@ -414,11 +433,10 @@ impl Filter for Mirroring {
     }
 
     fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
-        let id = request.token;
-        let Some(write) = self.writes.get_mut(&id).filter(|_| request.work.changes()) else {
+        let Some(id) = self.below.remove(&(request.maker, request.token)) else {
             return self.pass_up(request, outcome, flow);
         };
-        *write = (Some(request), Some(outcome));
+        self.writes.insert(id, (Some(request), Some(outcome)));
         let steps = self
             .mirror
             .written(id, Side::Source, outcome == Outcome::Done);
