@@ -322,11 +322,6 @@ impl DeviceReadable {
     pub fn are_aligned(&self, address: usize, len: usize) -> bool {
         self.0.are_aligned(address, len)
     }
-
-    /// Ready for the next request.
-    pub fn clear(&mut self) {
-        self.0.iovecs.clear();
-    }
 }
 
 /// Buffers that the kernel writes to: what a guest reads from a disk. Once they were lent their pages count as written from
@@ -377,7 +372,7 @@ impl DeviceWritable {
     }
 
     /// The kernel is done, or never began: tells of the pages if they were lent. The guest may be told of the request after
-    /// this and not before. Ready for the next request.
+    /// this and not before.
     pub fn written(&mut self) {
         if std::mem::take(&mut self.lent) {
             let ram = &self.vectors.ram;
@@ -386,7 +381,6 @@ impl DeviceWritable {
                 ram.device_writes.insert_range(pages);
             }
         }
-        self.vectors.iovecs.clear();
     }
 }
 
