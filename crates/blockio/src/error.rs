@@ -26,7 +26,7 @@ pub enum Error {
     },
     /// The kernel gives no ring.
     #[error(
-        "cannot {action} with io_uring: {source}; it is of no use where the sysctl kernel.io_uring_disabled is not 0"
+        "cannot {action} with io_uring: {source}; see that the sysctl kernel.io_uring_disabled is 0 and that the limit of locked memory (ulimit -l) is not used up"
     )]
     Ring {
         action: &'static str,

@@ -21,6 +21,8 @@ const NAME: &str = "user.godwit.holder.";
 const TRIAL: &str = "user.godwit.trial.";
 /// Bytes of a text.
 const TEXT_MAX: usize = 2048;
+/// In the place of a longer one.
+const TOO_LONG: &[u8] = b"too long";
 /// Bytes of the names of all attributes that a file bears (the kernel's limit).
 const NAMES_MAX: usize = 64 << 10;
 /// How often a version that goes away while it is read is looked for again.
@@ -50,6 +52,11 @@ pub fn read(image: BorrowedFd<'_>) -> io::Result<Option<Held>> {
             }
             // It was replaced just now.
             Err(Errno::NODATA) => {}
+            // Nobody who keeps to the rules wrote it, and it is let go as any other text that is no record.
+            Err(Errno::RANGE) => {
+                let text = TOO_LONG.to_vec();
+                return Ok(Some(Held { number, text }));
+            }
             Err(errno) => return Err(errno.into()),
         }
     }
