@@ -4,7 +4,7 @@
 //! still has is then carried out, and the image stays locked until it is.
 
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,6 +19,8 @@ use crate::rouse::rouse;
 
 /// How long its thread has for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+/// Whoever asks again and again waits for so long.
+const GLANCE: Duration = Duration::from_secs(1);
 /// A thread that has not answered for so long is got out of a system call in which it may wait.
 const ROUSE_AFTER: Duration = Duration::from_secs(1);
 /// A thread that may wait again is roused again.
@@ -125,6 +127,8 @@ pub struct Disk {
     thread: Option<JoinHandle<()>>,
     /// Disconnected once the thread has ended.
     ended: Mutex<Receiver<()>>,
+    /// Where the answer to a glance comes that was not waited for.
+    glance: Mutex<Option<Receiver<Status>>>,
 }
 
 impl Disk {
@@ -162,6 +166,7 @@ impl Disk {
             wake,
             thread: Some(thread),
             ended: Mutex::new(ended),
+            glance: Mutex::default(),
         })
     }
 
@@ -242,6 +247,30 @@ impl Disk {
     /// How the disk is.
     pub fn status(&self) -> Result<Status, Error> {
         self.ask(Command::Status)
+    }
+
+    /// As [`Self::status`], for whoever asks again and again: a disk that has not answered the last time is silent at once.
+    pub fn glance(&self) -> Result<Status, Error> {
+        let silent = Err(Error::Silent { waited: GLANCE });
+        let mut glance = self.glance.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = glance.as_ref().map(Receiver::try_recv);
+        if matches!(before, Some(Err(TryRecvError::Empty))) {
+            self.thread.as_ref().inspect(|thread| rouse(thread));
+            return silent;
+        }
+        let (answer, answers) = channel();
+        self.tell(Command::Status(answer))?;
+        match answers.recv_timeout(GLANCE) {
+            Ok(status) => {
+                *glance = None;
+                Ok(status)
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                *glance = Some(answers);
+                silent
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(Error::Ended),
+        }
     }
 
     /// Tells it to end, which dropping it waits for.

@@ -30,6 +30,9 @@ pub struct Told {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     inflight: Option<InflightArea>,
     back_channel: bool,
+    /// Whether a sync has failed of which the guest has not heard.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    lost_sync: bool,
     queues: Vec<ToldQueue>,
 }
 
@@ -110,6 +113,7 @@ impl Device {
             regions: self.regions.clone(),
             inflight: inflight.map(Inflight::area),
             back_channel: self.back_channel.is_some(),
+            lost_sync: self.lost_sync,
             queues,
         };
         if let Some(connection) = &mut self.connection {
@@ -129,6 +133,8 @@ impl Device {
     /// Goes on with a connection that another program had, as if QEMU had said all of it to this one.
     pub(crate) fn take_over(&mut self, handed: Handover) -> Result<(), Error> {
         let Handover { told, fds } = handed;
+        // Whatever becomes of the connection.
+        self.lost_sync |= told.lost_sync;
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or_else(|| refused("a descriptor is missing"));
         self.connect(UnixStream::from(next()?));

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 const MIB: u64 = 1 << 20;
+const FLUSH: u32 = 4;
 
 fn crossed(handed: Handover) -> (String, Vec<OwnedFd>) {
     let (told, fds) = handed.into_parts();
@@ -149,6 +150,28 @@ fn a_write_that_waits_for_room_is_carried_out_by_the_next_program() {
     assert_eq!(guest.answered(0), None);
     assert_eq!((site.status(0), site.content()[0]), (0, 1));
     assert_eq!(disk.status().unwrap().resubmitted, 1);
+}
+
+#[test]
+fn a_sync_that_failed_unheard_is_heard_of_from_the_next_program() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let standing = disk.stand_still(LONG).unwrap();
+    let (told, fds) = crossed(standing.hand_over().unwrap());
+    standing.end();
+    drop(disk);
+    let mut told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    told["lost_sync"] = true.into();
+    let disk = goes_on(&site, arrived((told.to_string(), fds)));
+    // Nor did the guest hear of it from that one.
+    let _disk = handed_on(&site, disk);
+    let statuses = [0, 1].map(|number| {
+        guest.submit(0, &site.request(number, FLUSH, 0, None));
+        guest.wait(0);
+        site.status(number)
+    });
+    assert_eq!(statuses, [1, 0], "an error, once");
 }
 
 #[test]
