@@ -6,7 +6,7 @@
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
-use godwit_qemu::disk_place::room_of;
+use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
@@ -15,6 +15,7 @@ use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -47,6 +48,7 @@ pub(crate) fn places(
     })?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why))?;
+    let shares_blocks = shares_blocks(Path::new(&store.path));
     let (mut needed, mut refusals) = (0_u64, Vec::new());
     let places = disks.iter().map(|disk| {
         let place = DiskPlace {
@@ -65,7 +67,8 @@ pub(crate) fn places(
             }),
         };
         let used = used_bytes(disk);
-        needed = needed.saturating_add(used);
+        let is_copied = !shares_blocks || !is_beside(disk, store);
+        needed = needed.saturating_add(if is_copied { used } else { 0 });
         let refusal = free.map_err(|message| refused(ErrorCode::InvalidRequest, message));
         refusals.extend(refusal.err());
         let planned = DiskMove {
@@ -141,6 +144,12 @@ fn used_bytes(disk: &DiskSpec) -> u64 {
     let path = Path::new(&disk.path).canonicalize();
     let measured = path.and_then(|path| length_and_use(&open_to_look(&path)?));
     measured.map_or(0, |(_, used)| used)
+}
+
+/// Whether a disk's image is in the file system of a datastore.
+fn is_beside(disk: &DiskSpec, store: &Datastore) -> bool {
+    let device = |path: &str| std::fs::metadata(path).map(|found| found.dev());
+    matches!((device(&disk.path), device(&store.path)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Free bytes of a datastore.

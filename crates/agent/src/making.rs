@@ -10,8 +10,8 @@ use godwit_qemu::user::User;
 use godwit_types::control_api::{DiskMaking, DisksMaking};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a call waits for the end: a small image is made at once.
@@ -29,6 +29,8 @@ pub(crate) struct Makings(Mutex<BTreeMap<VmName, Arc<Job>>>);
 struct Job {
     spec: VmSpec,
     now: Mutex<Now>,
+    /// Whether nobody wants it any more.
+    is_unwanted: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -39,21 +41,48 @@ enum Now {
 }
 
 impl Job {
+    /// Whether it makes what is described so.
+    fn is_for(&self, spec: &VmSpec) -> bool {
+        self.spec.disks == spec.disks && !self.is_unwanted.load(Ordering::Relaxed)
+    }
+
     /// Whether it is under way, or has failed just now and nobody was told of it. What is done is looked at again, which is
     /// soon over.
     fn counts(&self) -> bool {
-        match &*self.now.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*self.lock() {
             Now::Makes(..) => true,
             Now::Ended(at, result) => result.is_err() && at.elapsed() < TOLD_WITHIN,
         }
     }
 
+    fn lock(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn set(&self, now: Now) {
-        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        *self.lock() = now;
+    }
+
+    /// It ends as soon as it can.
+    fn stop(&self) {
+        self.is_unwanted.store(true, Ordering::Relaxed);
+        if let Now::Makes(_, progress) = &*self.lock() {
+            progress.stop.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits for its end, for a while. Returns whether it has ended.
+    async fn ends(&self) -> bool {
+        let ended = async {
+            while matches!(self.shown(), Ok(Some(_))) {
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+        };
+        tokio::time::timeout(WAIT, ended).await.is_ok()
     }
 
     fn shown(&self) -> Result<Option<DiskMaking>, ApiError> {
-        match &*self.now.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*self.lock() {
             Now::Makes(disk, progress) => Ok(Some(DiskMaking {
                 disk: disk.clone(),
                 done_bytes: progress.done.load(Ordering::Relaxed),
@@ -72,7 +101,7 @@ struct Setting {
 }
 
 impl Makings {
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VmName, Arc<Job>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<VmName, Arc<Job>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -87,12 +116,12 @@ impl Makings {
     fn go_on(&self, spec: &VmSpec, setting: Setting) -> Reply<Arc<Job>> {
         let mut jobs = self.lock();
         match jobs.get(&spec.name) {
-            Some(job) if job.spec.disks == spec.disks && job.counts() => {
+            Some(job) if job.is_for(spec) && job.counts() => {
                 return Ok(Arc::clone(job));
             }
             Some(job) if matches!(job.shown(), Ok(Some(_))) => {
                 let message = format!(
-                    "disks of VM '{}' are being made on host '{}' as it was described before: wait for that",
+                    "disks of VM '{}' are being made on host '{}' as it was described before, which is being ended: try again in a moment",
                     spec.name, setting.host
                 );
                 return Err(ApiError::new(ErrorCode::WrongState, message).on_host(&setting.host));
@@ -104,6 +133,7 @@ impl Makings {
         let job = Arc::new(Job {
             spec: spec.clone(),
             now: Mutex::new(Now::Makes(name, Arc::default())),
+            is_unwanted: AtomicBool::new(false),
         });
         let work = Arc::clone(&job);
         let begun = std::thread::Builder::new()
@@ -115,6 +145,15 @@ impl Makings {
         begun.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         jobs.insert(spec.name.clone(), Arc::clone(&job));
         Ok(job)
+    }
+
+    /// Ends what is under way for a VM as it was described before.
+    async fn end_former(&self, spec: &VmSpec) {
+        let former = self.lock().get(&spec.name).cloned();
+        if let Some(former) = former.filter(|job| !job.is_for(spec)) {
+            former.stop();
+            former.ends().await;
+        }
     }
 
     fn forget(&self, vm: &VmName, ended: &Arc<Job>) {
@@ -135,6 +174,9 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
     for disk in job.spec.disks_to_make() {
         let progress = Arc::<Progress>::default();
         job.set(Now::Makes(disk.name.clone(), Arc::clone(&progress)));
+        if job.is_unwanted.load(Ordering::Relaxed) {
+            job.stop();
+        }
         let made = maker.make(disk, &progress);
         made.map_err(|why| {
             let message = format!(
@@ -165,13 +207,9 @@ impl Agent {
             },
             reserved: self.config.reserved(),
         };
+        self.makings.end_former(&spec).await;
         let job = self.makings.go_on(&spec, setting)?;
-        let ended = async {
-            while matches!(job.shown(), Ok(Some(_))) {
-                tokio::time::sleep(LOOK_EVERY).await;
-            }
-        };
-        if tokio::time::timeout(WAIT, ended).await.is_ok() {
+        if job.ends().await {
             self.makings.forget(name, &job);
         }
         let making = job.shown()?;
@@ -181,5 +219,39 @@ impl Agent {
     /// How far they are.
     pub(crate) fn disks(&self, name: &VmName) -> DisksMaking {
         self.makings.shown(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_support::spec;
+    use godwit_types::vm::DiskSpec;
+
+    #[tokio::test]
+    async fn disks_that_are_made_of_a_vm_as_it_was_described_before_are_ended() {
+        let (before, mut now) = (spec("web"), spec("web"));
+        now.disks.push(DiskSpec::new("root", "/srv/root.raw"));
+        let progress = Arc::<Progress>::default();
+        let job = Arc::new(Job {
+            spec: before.clone(),
+            now: Mutex::new(Now::Makes("root".to_owned(), Arc::clone(&progress))),
+            is_unwanted: AtomicBool::new(false),
+        });
+        let makings = Makings::default();
+        makings.lock().insert(before.name.clone(), Arc::clone(&job));
+        makings.end_former(&before).await;
+        assert!(!progress.stop.load(Ordering::Relaxed) && job.is_for(&before));
+        let (work, is_told) = (Arc::clone(&job), Arc::clone(&progress));
+        let maker = std::thread::spawn(move || {
+            while !is_told.stop.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            work.set(Now::Ended(Instant::now(), Ok(())));
+        });
+        makings.end_former(&now).await;
+        maker.join().unwrap();
+        assert!(!job.is_for(&before) && !job.is_for(&now));
+        assert!(!makings.lock()[&now.name].counts());
     }
 }

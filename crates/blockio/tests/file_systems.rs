@@ -121,7 +121,7 @@ fn an_image_that_shares_its_blocks_with_another_works_as_before() {
     for kind in ["xfs", "btrfs"] {
         let mount = device(512).and_then(|device| mounted(kind, device));
         let Some(mount) = mount else {
-            println!("skipped: {kind} cannot be made here");
+            println!("skipped in part: {kind} cannot be made here");
             continue;
         };
         let path = mount.image();
@@ -152,7 +152,7 @@ fn a_disk_that_moves_within_a_file_system_shares_what_it_can_and_is_right_beside
     for (kind, shares) in [("ext4", false), ("xfs", true), ("btrfs", true)] {
         let mount = device(512).and_then(|device| mounted(kind, device));
         let Some(mount) = mount else {
-            println!("skipped: {kind} cannot be made here");
+            println!("skipped in part: {kind} cannot be made here");
             continue;
         };
         // What is written in blocks that are smaller than the file system's cannot be shared.
@@ -232,7 +232,9 @@ fn images_on_devices_and_file_systems_work_or_are_refused_with_the_reason() {
         for device_block in [512, 4096] {
             let name = kind.unwrap_or("the device itself");
             let Some([small, large]) = tried(kind, device_block) else {
-                println!("skipped: {name} with blocks of {device_block} cannot be made here");
+                println!(
+                    "skipped in part: {name} with blocks of {device_block} cannot be made here"
+                );
                 continue;
             };
             println!("  {name}, blocks of {device_block}: {small:?}, {large:?}");

@@ -2,7 +2,8 @@
 //!
 //! The image is hostile: its head was judged before ([`crate::qcow2`]), and what its tables hold is left to a process of the common
 //! user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
-//! two open files and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`.
+//! two open files and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`,
+//! and to wait for one that does nothing.
 
 use crate::disk_place::room_of;
 use crate::launch::be_no_better_than_others;
@@ -21,12 +22,16 @@ use serde_json::json;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 const PROGRAM: &str = "/usr/bin/qemu-img";
+/// Its exit code where it finds an image damaged.
+const DAMAGED: i32 = 2;
 /// Memory that it may have, bytes.
 const MEMORY_MAX: u64 = 2 << 30;
 /// CPU seconds that it may take, and more for each GiB.
@@ -37,6 +42,8 @@ const CPU_S_MAX: u64 = 6 * 3600;
 const LEAST_PRIORITY: i32 = 19;
 /// Longest reason of its own that is passed on, bytes.
 const WORDS_MAX: usize = 2000;
+/// One that has not got on for so long is waited for no longer: storage that hangs has it, or an image that has taken it over.
+const GETS_ON_WITHIN: Duration = Duration::from_secs(600);
 /// How often it is looked whether it is to end, at least.
 const LOOK_EVERY: Timespec = Timespec {
     tv_sec: 0,
@@ -45,39 +52,80 @@ const LOOK_EVERY: Timespec = Timespec {
 /// Pieces of what it says that are read at once: together as much as a pipe holds.
 const PIECES: usize = 16;
 
-/// Writes `source`, of so many bytes, into `raw`, which is long enough and reads as zeroes.
+/// Writes `source`, of so many bytes, into `raw`, which is long enough and reads as zeroes. One that is damaged is not written: what is missing of
+/// it would read as zeroes, too.
 pub(crate) fn to_raw(
-    source: (&File, u64),
+    (source, bytes): (&File, u64),
     raw: &File,
     user: User,
     progress: &Progress,
 ) -> Result<(), String> {
-    let mut command = command(source, raw, user).map_err(|error| error.to_string())?;
+    // Opened for it alone: what is locked by whoever makes the disk is free once he has ended.
+    let its_own = File::options().read(true).write(true).open(fd_path(raw));
+    let its_own = its_own.map_err(|error| error.to_string())?;
+    let run = |arguments: &[&str]| {
+        let command = command(arguments, (source, bytes), &its_own, user);
+        run(
+            &mut command.map_err(|error| error.to_string())?,
+            raw,
+            progress,
+        )
+    };
+    let image = image_of(source);
+    let (status, words) = run(&["check", "-q", &image])?;
+    if status.code() == Some(DAMAGED) {
+        return Err(format!(
+            "qemu-img finds the image damaged, as one is whose download broke off: get it anew ({})",
+            words
+                .lines()
+                .next()
+                .unwrap_or("it says no more")
+                .escape_debug()
+        ));
+    }
+    let converting = ["convert", "-p", "-n", "--target-is-zero", "-O", "raw"];
+    let (status, words) = run(&[&converting[..], &[&image, &fd_path(&its_own)]].concat())?;
+    if status.success() {
+        return Ok(());
+    }
+    let words = words.trim().escape_debug();
+    Err(format!(
+        "qemu-img does not convert the image ({status}): {words}"
+    ))
+}
+
+/// Runs it until its end, and returns what it said last.
+fn run(
+    command: &mut Command,
+    raw: &File,
+    progress: &Progress,
+) -> Result<(ExitStatus, String), String> {
     let mut child = command.spawn().map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => format!(
             "a qcow2 image needs {PROGRAM} (package qemu-utils): install it, or give a raw image"
         ),
         _ => format!("{PROGRAM} cannot be started: {error}"),
     })?;
-    let watched = watch(&mut child, raw, progress);
+    let watched = watch(&mut child, raw, progress, GETS_ON_WITHIN);
     if watched.is_err() {
         let _ = child.kill();
+        // Not here: storage that hangs keeps it from ending.
+        std::thread::spawn(move || child.wait());
     }
-    match watched {
-        Ok((status, _)) if status.success() => Ok(()),
-        Ok((status, words)) => {
-            let words = words.trim().escape_debug();
-            Err(format!(
-                "qemu-img does not convert the image ({status}): {words}"
-            ))
-        }
-        Err(error) if error.kind() == io::ErrorKind::StorageFull => Err(error.to_string()),
-        Err(error) => Err(format!("qemu-img cannot be waited for: {error}")),
-    }
+    watched.map_err(|error| match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::TimedOut => error.to_string(),
+        _ => format!("qemu-img cannot be waited for: {error}"),
+    })
 }
 
 /// Waits for its end and returns what it said last. The end of its output is not waited for: somebody else may have that open.
-fn watch(child: &mut Child, raw: &File, progress: &Progress) -> io::Result<(ExitStatus, String)> {
+fn watch(
+    child: &mut Child,
+    raw: &File,
+    progress: &Progress,
+    gets_on_within: Duration,
+) -> io::Result<(ExitStatus, String)> {
+    let mut seen = ((0, 0), Instant::now());
     let mut stdout = Pipe::of(child.stdout.take())?;
     let mut stderr = Pipe::of(child.stderr.take())?;
     let (mut line, mut words) = (String::new(), Vec::new());
@@ -96,6 +144,8 @@ fn watch(child: &mut Child, raw: &File, progress: &Progress) -> io::Result<(Exit
             return Ok((status, String::from_utf8_lossy(&words).into_owned()));
         }
         must_leave_room(raw)?;
+        let done = progress.done.load(Ordering::Relaxed);
+        must_get_on((done, raw.metadata()?.blocks()), &mut seen, gets_on_within)?;
         let open = [&stdout, &stderr].into_iter();
         let open = open.filter_map(|pipe| pipe.0.as_ref());
         let mut open: Vec<_> = open.map(|pipe| PollFd::new(pipe, PollFlags::IN)).collect();
@@ -114,6 +164,27 @@ fn must_leave_room(raw: &File) -> io::Result<()> {
             "the image holds more than there is room for: what is left of the file system is for disks that are in use",
         )),
         _ => Ok(()),
+    }
+}
+
+/// How far it is, and since when.
+fn must_get_on(
+    now: (u64, u64),
+    (seen, since): &mut ((u64, u64), Instant),
+    within: Duration,
+) -> io::Result<()> {
+    if now != *seen {
+        (*seen, *since) = (now, Instant::now());
+    }
+    match since.elapsed() < within {
+        true => Ok(()),
+        false => Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!(
+                "qemu-img has not got on for {} s: if the storage of the image and of the disk answers, do not trust that image",
+                within.as_secs()
+            ),
+        )),
     }
 }
 
@@ -144,26 +215,41 @@ impl Pipe {
     }
 }
 
-fn command((source, bytes): (&File, u64), raw: &File, user: User) -> io::Result<Command> {
-    let (from, to) = (source.as_raw_fd(), raw.as_raw_fd());
-    // No backing file, whatever the image says.
+/// As qemu-img takes it. No backing file, whatever the image says.
+fn image_of(source: &File) -> String {
     let image = json!({
         "driver": "qcow2",
         "backing": null,
-        "file": {"driver": "file", "filename": format!("/proc/self/fd/{from}"), "locking": "off"},
+        "file": {"driver": "file", "filename": fd_path(source), "locking": "off"},
     });
+    format!("json:{image}")
+}
+
+fn command(
+    arguments: &[&str],
+    (source, bytes): (&File, u64),
+    raw: &File,
+    user: User,
+) -> io::Result<Command> {
     let mut command = Command::new(PROGRAM);
-    command
-        .args(["convert", "-p", "-n", "--target-is-zero", "-O", "raw"])
-        .arg(format!("json:{image}"))
-        .arg(format!("/proc/self/fd/{to}"));
+    command.args(arguments);
     let bounds = Bounds {
         longest: raw.metadata()?.len(),
         seconds: CPU_S_MAX.min(CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30)),
         opens: OnlyFiles::of(Path::new(PROGRAM), source, raw)?,
     };
-    confined(&mut command, [from, to], bounds, user);
+    confined(
+        &mut command,
+        [source.as_raw_fd(), raw.as_raw_fd()],
+        bounds,
+        user,
+    );
     Ok(command)
+}
+
+/// Where a process finds a file that it has open.
+fn fd_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
 struct Bounds {
@@ -268,11 +354,24 @@ mod tests {
         let progress = Progress::default();
         progress.total.store(1000, Ordering::Relaxed);
         let raw = tempfile::tempfile_in("/var/tmp").unwrap();
-        let (status, words) = watch(&mut child, &raw, &progress).unwrap();
+        let (status, words) = watch(&mut child, &raw, &progress, GETS_ON_WITHIN).unwrap();
         let left = words.trim().parse().unwrap();
         let left = rustix::process::Pid::from_raw(left).unwrap();
         rustix::process::kill_process(left, Signal::KILL).expect("it lives, and has both pipes");
         assert_eq!((status.code(), progress.done.into_inner()), (Some(3), 125));
+    }
+
+    #[test]
+    fn one_that_does_nothing_is_not_waited_for() {
+        let mut child = Command::new("/bin/sleep").arg("300").spawn().unwrap();
+        let raw = tempfile::tempfile_in("/var/tmp").unwrap();
+        let soon = Duration::from_millis(1);
+        let watched = watch(&mut child, &raw, &Progress::default(), soon);
+        assert!(child.try_wait().unwrap().is_none(), "it has not ended");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let why = watched.unwrap_err().to_string();
+        assert!(why.contains("has not got on"), "{why}");
     }
 
     const NOBODY: User = User {

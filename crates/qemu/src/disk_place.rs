@@ -5,22 +5,43 @@
 use crate::disk::DiskError;
 use crate::rights::as_user;
 use godwit_types::vm::room_for_images;
-use rustix::fs::{AtFlags, Mode, OFlags, StatVfs, StatxFlags, open, statx};
+use rustix::fs::{AtFlags, Mode, OFlags, StatVfs, StatxFlags, ioctl_ficlone, open, openat, statx};
 use rustix::io::Errno;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 /// A guest's blocks, bytes.
 const BLOCK_BYTES: u32 = 512;
+/// A file that never has a name, used beside the page cache.
+const NAMELESS: OFlags = OFlags::TMPFILE
+    .union(OFlags::RDWR)
+    .union(OFlags::DIRECT)
+    .union(OFlags::CLOEXEC);
 
 /// Whether an image could be made there as `uid` and `gid`, and be used beside the page cache: found out with a file that never has a name.
 /// A file system that has none such is told by making it.
 pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> {
     let dir = path.parent().unwrap_or(Path::new("/"));
-    let tried = as_user(uid, gid, || {
-        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
-        open(dir, flags, Mode::RUSR | Mode::WUSR)
-    });
+    let tried = as_user(uid, gid, || open(dir, NAMELESS, Mode::RUSR | Mode::WUSR));
+    judge(tried, path, uid)
+}
+
+/// As [`can_make_image`], in a directory that is open, by this thread, which is `uid`.
+pub(crate) fn can_make_image_in(
+    dir: BorrowedFd<'_>,
+    path: &Path,
+    uid: u32,
+) -> Result<(), DiskError> {
+    judge(
+        openat(dir, ".", NAMELESS, Mode::RUSR | Mode::WUSR),
+        path,
+        uid,
+    )
+}
+
+fn judge(tried: Result<OwnedFd, Errno>, path: &Path, uid: u32) -> Result<(), DiskError> {
     let path = path.to_owned();
     match tried {
         Ok(file) if has_large_blocks(file.as_fd()) => Err(DiskError::LargeBlocks { path }),
@@ -32,6 +53,17 @@ pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> 
             source: errno.into(),
         }),
     }
+}
+
+/// Whether files of this directory's file system can have the same blocks, so that a copy of one takes no room: found out with two that never
+/// have a name.
+pub fn shares_blocks(dir: &Path) -> bool {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = || open(dir, flags, Mode::RUSR | Mode::WUSR).map(File::from);
+    let (Ok(file), Ok(copy)) = (file(), file()) else {
+        return false;
+    };
+    file.write_all_at(&[1; 4096], 0).is_ok() && ioctl_ficlone(copy, file).is_ok()
 }
 
 /// Bytes that images which come to a file system may take of what is free there.
@@ -80,5 +112,29 @@ mod tests {
             0,
             "nothing is left"
         );
+    }
+
+    #[test]
+    fn files_share_blocks_where_their_file_system_lets_them() {
+        use godwit_testkit::file_system::{Device, Mount};
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: loop devices and mounts need root");
+            return;
+        }
+        for (kind, wanted) in [("ext4", false), ("xfs", true), ("btrfs", true)] {
+            let below = tempfile::tempdir_in("/var/tmp").expect("a directory");
+            let place = tempfile::tempdir().expect("a directory");
+            let device = Device::over(&below.path().join("device"), 512);
+            let Some(mount) = device.and_then(|device| Mount::of(kind, device, place.path()))
+            else {
+                println!("skipped in part: {kind} cannot be made here");
+                continue;
+            };
+            assert_eq!(shares_blocks(place.path()), wanted, "{kind}");
+            let left = fs::read_dir(place.path()).expect("read").flatten();
+            let files = left.filter(|left| left.path().is_file());
+            assert_eq!(files.count(), 0, "nothing is left");
+            drop(mount);
+        }
     }
 }

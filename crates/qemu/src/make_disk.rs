@@ -7,8 +7,8 @@
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
-use crate::disk::{NotOpened, length_and_use, open_looked_at, rename_to_free};
-use crate::disk_place::room_of;
+use crate::disk::{DiskError, NotOpened, length_and_use, open_looked_at, rename_to_free};
+use crate::disk_place::{can_make_image_in, room_of};
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
@@ -24,7 +24,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -81,6 +81,7 @@ impl Maker<'_> {
         if place.has(path, &mark)? {
             return Ok(());
         }
+        place.must_suit(path)?;
         let source = disk
             .from
             .as_deref()
@@ -101,6 +102,7 @@ impl Maker<'_> {
         };
         let made = has_room
             .and_then(|()| fill(&fresh, bytes, source.as_ref(), (self.user, progress)))
+            .and_then(|()| source.as_ref().map_or(Ok(()), Source::must_be_unchanged))
             .and_then(|()| {
                 finish(&fresh, &mark).map_err(|error| format!("{path:?} cannot be made: {error}"))
             })
@@ -230,6 +232,17 @@ impl Place {
         })
     }
 
+    /// An image that could not be used there would take minutes to make.
+    fn must_suit(&self, path: &Path) -> Result<(), String> {
+        match can_make_image_in(self.dir.as_fd(), path, self.user.uid) {
+            Err(why @ (DiskError::LargeBlocks { .. } | DiskError::NotDirect { .. })) => {
+                Err(why.to_string())
+            }
+            // Making it tells.
+            _ => Ok(()),
+        }
+    }
+
     fn must_have_room(&self, path: &Path, needed: u64) -> Result<(), String> {
         let found = fstatvfs(&self.dir).map_err(|errno| {
             format!(
@@ -306,7 +319,7 @@ fn no_rights(dir: &Path, user: User, errno: Errno) -> String {
     let (dir, User { uid, gid }) = (dir.display(), user);
     match errno {
         Errno::ACCESS | Errno::PERM => format!(
-            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: let its group ('chgrp {gid} {dir}; chmod 2770 {dir}'), and pass through the directories above"
+            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: give a directory that is there for images, which its group may write ('chgrp {gid} DIR; chmod 2770 DIR') and reach"
         ),
         errno => format!("no file can be made in {dir}: {errno}"),
     }
@@ -336,6 +349,15 @@ struct Source {
     bytes: u64,
     /// What it takes of the disk, at least.
     needed: u64,
+    written: Written,
+}
+
+/// How long a file is, and when it was written last.
+type Written = (u64, i64, i64);
+
+fn written(file: &File) -> io::Result<Written> {
+    let found = file.metadata()?;
+    Ok((found.len(), found.mtime(), found.mtime_nsec()))
 }
 
 impl Source {
@@ -346,13 +368,14 @@ impl Source {
         let file = opened.map_err(|why| match why {
             NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!("the image {path} does not exist on this host: copy it there or correct the VM"),
             NotOpened::Errno(Errno::ACCESS | Errno::PERM) => format!(
-                "the image {path} may not be read by QEMU's common user (uid {}, group {}): let everybody read it ('chmod a+r {path}'), and pass through the directories above",
+                "the image {path} may not be read by QEMU's common user (uid {}, group {}): put a copy that this user may read where your images are",
                 user.uid, user.gid
             ),
             NotOpened::Kind => format!("the image {path} is neither a file nor a block device"),
             why => cannot(&why),
         })?;
         refuse_reserved(&file, Path::new(path), reserved)?;
+        let written = written(&file).map_err(|error| cannot(&error))?;
         let (own, used) = length_and_use(&file).map_err(|error| cannot(&error))?;
         let mut head = [0; HEAD_LEN];
         let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;
@@ -370,12 +393,23 @@ impl Source {
                 format,
                 bytes,
                 needed,
+                written,
             }),
         }
     }
-}
 
-impl Source {
+    /// A copy of what was written meanwhile is neither what was there before nor what is there now; a block device does not tell.
+    fn must_be_unchanged(&self) -> Result<(), String> {
+        let path = &self.path;
+        match written(&self.file) {
+            Ok(now) if now == self.written => Ok(()),
+            Ok(_) => Err(format!(
+                "the image {path} was written while it was copied: see whether a download or a VM writes it, and try again once that has ended"
+            )),
+            Err(error) => Err(format!("the image {path} cannot be read: {error}")),
+        }
+    }
+
     /// Has a file that is still empty share this image's blocks, which takes neither time nor room, where both are in one file system
     /// that can. Returns whether it does.
     fn shares_with(&self, fresh: &File, progress: &Progress) -> bool {

@@ -2,7 +2,7 @@
 
 use super::*;
 use godwit_testkit::file_system::{Device, Mount};
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::PathBuf;
 
 fn own_user() -> User {
@@ -227,7 +227,7 @@ fn within_a_file_system_that_can_an_image_shares_its_blocks_with_what_it_was_mad
         let device = Device::over(&below.path().join("device"), 512);
         let mount = device.and_then(|device| Mount::of(kind, device, here.dir.path()));
         let Some(mount) = mount else {
-            println!("skipped: {kind} cannot be made here");
+            println!("skipped in part: {kind} cannot be made here");
             continue;
         };
         let free = || {
@@ -261,6 +261,49 @@ fn within_a_file_system_that_can_an_image_shares_its_blocks_with_what_it_was_mad
         );
         drop(mount);
     }
+}
+
+#[test]
+fn no_image_is_made_on_a_device_with_blocks_that_a_disk_has_not() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    let below = tempfile::tempdir_in("/var/tmp").unwrap();
+    let here = Here::new();
+    let device = Device::over(&below.path().join("device"), 4096);
+    let Some(mount) = device.and_then(|device| Mount::of("ext4", device, here.dir.path())) else {
+        println!("skipped: a device with blocks of 4096 bytes cannot be made here");
+        return;
+    };
+    std::fs::write(here.at("base"), [1; 4096]).unwrap();
+    let disk = here.disk(Some("base"), None);
+    here.refused(&disk, &["larger blocks than 512 bytes"]);
+    drop(mount);
+}
+
+#[test]
+fn an_image_that_is_written_or_cut_while_it_is_copied_is_no_disk() {
+    let here = Here::new();
+    let base = here.at("base");
+    std::fs::write(&base, [1; 8192]).unwrap();
+    let open = || {
+        let path = base.to_str().unwrap();
+        Source::open(path, &Reserved::default(), own_user()).unwrap()
+    };
+    let source = open();
+    source.must_be_unchanged().unwrap();
+    let file = File::options().write(true).open(&base).unwrap();
+    let later = std::time::SystemTime::now() + std::time::Duration::from_secs(1);
+    file.set_modified(later).unwrap();
+    let refused = source.must_be_unchanged().unwrap_err();
+    assert!(
+        refused.contains("was written while it was copied"),
+        "{refused}"
+    );
+    let source = open();
+    file.set_len(4096).unwrap();
+    source.must_be_unchanged().unwrap_err();
 }
 
 #[test]
@@ -385,6 +428,15 @@ fn a_qcow2_image_is_written_out_and_one_that_names_other_files_is_not() {
         ],
     );
     here.refused(&here.disk(Some("base.beside"), None), &["another file"]);
+    // A download that broke off: what is missing would read as zeroes.
+    qemu_img(&here, &["convert", "-O", "qcow2", "base.raw", "base.plain"]);
+    let mut half = std::fs::read(here.at("base.plain")).unwrap();
+    half.truncate(half.len() / 2);
+    std::fs::write(here.at("base.half"), half).unwrap();
+    here.refused(
+        &here.disk(Some("base.half"), None),
+        &["finds the image damaged"],
+    );
     // Its head is good and the rest is not.
     let mut torn = std::fs::read(here.at("base.qcow2")).unwrap();
     torn[104..].fill(0xff);

@@ -1,5 +1,6 @@
 //! Keeps a program from the network and from other processes: it can make no socket and no process, read no memory of another
-//! one, send no signal, set nobody else's limits, priority or mounts, and change no rights, owners or attributes of files.
+//! one, send no signal, set nobody else's limits, priority or mounts, change no rights, owners or attributes of files, and outlive
+//! nobody with whom it is to end.
 //!
 //! Owns nothing: a seccomp filter, which stays over `exec`, refuses it with EPERM. Refuses also system calls of another
 //! architecture than this program's, which have other numbers. Threads of its own it may start; `clone3`, whose flags no filter
@@ -114,7 +115,7 @@ const LOWER: u32 = if cfg!(target_endian = "big") { 4 } else { 0 };
 const IF_ANY: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 
 const BY_ARGUMENT: usize = HEAD + REFUSED.len() + OLDER.len();
-const OF_OWNERS: usize = BY_ARGUMENT + 10;
+const OF_OWNERS: usize = BY_ARGUMENT + 13;
 const LEN: usize = OF_OWNERS + OWNERS.len() + 2;
 
 const fn program() -> [libc::sock_filter; LEN] {
@@ -137,8 +138,17 @@ const fn program() -> [libc::sock_filter; LEN] {
     steps[at + 5] = step(IF_EQUAL, libc::SYS_prlimit64 as u32, 0, 2);
     steps[at + 6] = step(LOAD, FIRST, 0, 0);
     steps[at + 7] = step(IF_EQUAL, 0, (may - at - 8) as u8, (refuse - at - 8) as u8);
-    steps[at + 8] = step(IF_EQUAL, libc::SYS_fcntl as u32, 0, (may - at - 9) as u8);
-    steps[at + 9] = step(LOAD, SECOND, 0, 0);
+    // Whoever began it may end before it does: it ends then, too.
+    steps[at + 8] = step(IF_EQUAL, libc::SYS_prctl as u32, 0, 2);
+    steps[at + 9] = step(LOAD, FIRST, 0, 0);
+    steps[at + 10] = step(
+        IF_EQUAL,
+        libc::PR_SET_PDEATHSIG as u32,
+        (refuse - at - 11) as u8,
+        (may - at - 11) as u8,
+    );
+    steps[at + 11] = step(IF_EQUAL, libc::SYS_fcntl as u32, 0, (may - at - 12) as u8);
+    steps[at + 12] = step(LOAD, SECOND, 0, 0);
     refusing(steps, OF_OWNERS, &OWNERS)
 }
 
@@ -235,6 +245,11 @@ mod tests {
             ("no attribute", libc::SYS_lremovexattr, [0, 0, 0, 0]),
             ("shared memory", libc::SYS_shmat, [-1, 0, 0, 0]),
             (
+                "end",
+                libc::SYS_prctl,
+                [libc::c_long::from(libc::PR_SET_PDEATHSIG), 0, 0, 0],
+            ),
+            (
                 "owner",
                 libc::SYS_fcntl,
                 [stdin, libc::c_long::from(libc::F_SETOWN), 0, 0],
@@ -243,11 +258,16 @@ mod tests {
         let (refused, own) = having_given_it_up(|| {
             let refused =
                 tries.map(|(name, number, arguments)| (name, error_of(number, arguments)));
-            (refused, error_of(libc::SYS_prlimit64, [0, rlimit, 0, 0]))
+            let asked = libc::c_long::from(libc::PR_GET_DUMPABLE);
+            let own = [
+                error_of(libc::SYS_prlimit64, [0, rlimit, 0, 0]),
+                error_of(libc::SYS_prctl, [asked, 0, 0, 0]),
+            ];
+            (refused, own)
         });
         for (name, error) in refused {
             assert_eq!(error, libc::EPERM, "{name}");
         }
-        assert_eq!(own, 0, "its own limits are its own");
+        assert_eq!(own, [0, 0], "its own limits and state are its own");
     }
 }
