@@ -290,8 +290,14 @@ async fn a_vm_is_made_started_and_deleted() {
     controller.stop(&web, &StopRequest { force }).await.unwrap();
     // It is off now, so its process gives way to the agent's own writing.
     controller.put_vm(&put("web", 1)).await.unwrap();
+    // What its disks were would have a VM process begun for a VM that is gone, in the way of another one of its name.
+    let disks = served.host.config.vms_dir().join("web/disks.json");
+    std::fs::write(&disks, "{}").unwrap();
     controller.delete_vm(&web).await.unwrap();
     refused!(controller.vm(&web).await, UnknownVm);
+    assert!(!disks.exists() && !served.host.records().needs_process(&web));
+    controller.put_vm(&put("web", 2)).await.unwrap();
+    controller.start(&web).await.unwrap();
     served.end("web");
 }
 

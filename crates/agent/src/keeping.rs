@@ -114,13 +114,17 @@ impl Agent {
         Ok(())
     }
 
-    /// How the VM is, as its process says. One that has no description to show is off if its record says so.
+    /// How the VM is, as its process says. One that has no description to show is off if its record says so, or that it is not here: its process
+    /// is about to end then, and keeps nobody from starting it.
     async fn state_of(&self, vm: &Supervised) -> Reply<VmState> {
         let name = &vm.config().vm;
         match vm.ask(&VmRequest::Status, READ).await {
             Ok(VmAnswer::Status(status)) => Ok(status.vm.state),
             Ok(_) => Err(unexpected(name)),
-            Err(error) if error.code == ErrorCode::UnknownVm && self.records.is_off(name) => {
+            Err(error)
+                if error.code == ErrorCode::UnknownVm
+                    && (self.records.is_off(name) || self.records.is_absent(name)) =>
+            {
                 Ok(VmState::Stopped)
             }
             Err(error) => Err(error),
@@ -221,6 +225,10 @@ impl Agent {
 
     /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
     pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        if !self.records.knows(name) {
+            let message = format!("host '{}' has no record of VM '{name}'", self.host());
+            return Err(ApiError::new(ErrorCode::UnknownVm, message).on_host(self.host()));
+        }
         let vm = self.supervised(name);
         let held = vm.hold_off();
         self.nobody_waits_for_word_of(name).await?;

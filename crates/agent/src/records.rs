@@ -129,6 +129,12 @@ impl Records {
         power == Some(Power::Off)
     }
 
+    /// Whether the VM is not here by its record.
+    pub(crate) fn is_absent(&self, vm: &VmName) -> bool {
+        self.read(vm)
+            .is_ok_and(|record| record.phase == Phase::Absent)
+    }
+
     /// Whether a VM that is not here has left disks behind, which its VM process removes.
     fn left_disks(&self, vm: &VmName, record: &HostRecord) -> bool {
         !record.may_hold() && self.dir(vm).join(DISKS_FILE).exists()
@@ -156,7 +162,18 @@ impl Records {
     pub(crate) fn spec(&self, vm: &VmName) -> Result<Option<VmSpec>, ApiError> {
         let path = self.dir(vm).join(SPEC_FILE);
         let unread = |error| undescribed(vm, stored(error));
-        self.seen.1.read(&path, || load_json(&path).map_err(unread))
+        self.seen.1.read(&path, || {
+            let spec: Option<VmSpec> = load_json(&path).map_err(unread)?;
+            // Taken for that one's it would stand for two VMs.
+            match spec {
+                Some(spec) if spec.name != *vm => {
+                    let path = path.display();
+                    let why = format!("{path} is the description of VM '{}'", spec.name);
+                    Err(undescribed(vm, internal(why)))
+                }
+                spec => Ok(spec),
+            }
+        })
     }
 
     /// The VM's record; none if it cannot be read.
@@ -248,9 +265,16 @@ impl Records {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
         }
-        // Another VM of this name begins with none.
-        remove_document(&self.dir(vm).join(DISK_MOVES_FILE)).map_err(stored)?;
-        remove_document(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
+        // Another VM of this name begins with none, and no VM process begins for this one.
+        for name in [DISK_MOVES_FILE, DISKS_FILE, SPEC_FILE] {
+            remove_document(&self.dir(vm).join(name)).map_err(stored)?;
+        }
+        Ok(())
+    }
+
+    /// Whether there is or was a VM of this name here.
+    pub(crate) fn knows(&self, vm: &VmName) -> bool {
+        self.dir(vm).is_dir()
     }
 
     /// A name that was never heard here makes a record; there is a bound on how many.

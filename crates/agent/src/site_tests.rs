@@ -465,6 +465,22 @@ async fn a_whole_survey_has_every_record_and_names_those_that_cannot_be_read() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_description_that_is_another_vm_s_is_not_taken_for_that_one() {
+    let served = Served::new().await;
+    served.controller().put_vm(&put("web", 1)).await.unwrap();
+    served.controller().put_vm(&put("db", 1)).await.unwrap();
+    let of = |name: &str| served.host.config.vms_dir().join(name).join("vm.json");
+    std::fs::copy(of("web"), of("db")).unwrap();
+    let why = served.host.records().spec(&vm("db")).unwrap_err().message;
+    assert!(why.contains("is the description of VM 'web'"), "{why}");
+    let told = served.controller().host().await.unwrap().unread;
+    assert!(told[&vm("db")].contains("of VM 'web'"), "{told:?}");
+    let shown = served.controller().vms().await.unwrap();
+    let of_web = shown.iter().filter(|shown| shown.spec.name == vm("web"));
+    assert_eq!(of_web.count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_damaged_record_is_given_up_by_a_person_and_nothing_old_is_taken_after_that() {
     let served = Served::new().await;
     served.controller_at(1, 3).site(&update(3)).await.unwrap();
@@ -473,6 +489,8 @@ async fn a_damaged_record_is_given_up_by_a_person_and_nothing_old_is_taken_after
     served.host.hold("web", Power::On);
     let kept = served.local().forget_record(&vm("web")).await;
     refused!(kept, WrongState);
+    let unknown = served.local().forget_record(&vm("webb")).await;
+    refused!(unknown, UnknownVm);
     let dir = served.host.config.vms_dir().join("web");
     std::fs::write(dir.join("ownership"), "noise").unwrap();
     let error = served.local().vm(&vm("web")).await.unwrap_err();

@@ -13,6 +13,8 @@ use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use rustix::fs::statvfs;
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 /// The disks that go along with a VM; those that cannot are refusals. Waits for their storage.
@@ -57,13 +59,17 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
     })
 }
 
-/// Whether there is a place for each disk of a VM that comes.
+/// Bytes that the disks before this one take, by the numbers of their file systems.
+type Promised = BTreeMap<u64, u64>;
+
+/// Whether there is a place for each disk of a VM that comes, and for all of them.
 pub(super) fn places(config: &HostConfig, spec: &VmSpec, disks: &[DiskToMove]) -> Vec<Finding> {
     let host = &config.name;
+    let mut promised = Promised::default();
     let come = spec.disks.iter().filter(|disk| !disk.read_only);
     come.map(|disk| match disk.shared {
         true => is_there(host, disk),
-        false => has_place(host, disk, disks)
+        false => has_place(host, disk, disks, &mut promised)
             .and_then(|place| can_be_made(config, spec, disk).map(|()| place)),
     })
     .collect()
@@ -104,7 +110,12 @@ fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
     }
 }
 
-fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
+fn has_place(
+    host: &HostName,
+    disk: &DiskSpec,
+    disks: &[DiskToMove],
+    promised: &mut Promised,
+) -> Finding {
     let (name, path) = (&disk.name, Path::new(&disk.path));
     let invalid = |message| refuse(ErrorCode::InvalidRequest, message);
     if let Err(why) = must_be_free(path) {
@@ -138,19 +149,26 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
         }
     };
     let mib = |bytes: u64| bytes >> 20;
-    let free = room_of(&room);
+    let device = parent.metadata().map_or(0, |parent| parent.dev());
+    let promised = promised.entry(device).or_default();
+    let free = room_of(&room).saturating_sub(*promised);
+    let beside = match *promised {
+        0 => "",
+        _ => " beside the VM's other disks",
+    };
     if free < size.used_bytes {
         return refuse(
             ErrorCode::Preflight,
             format!(
-                "disk '{name}' holds {} MiB, and {dir} on host '{host}' has {} MiB free for disks that come: make room there, or choose another host",
+                "disk '{name}' holds {} MiB, and {dir} on host '{host}' has {} MiB free for disks that come{beside}: make room there, or choose another host",
                 mib(size.used_bytes),
                 mib(free)
             ),
         );
     }
+    *promised = promised.saturating_add(size.used_bytes);
     Ok(format!(
-        "disk '{name}': {} MiB of the {} MiB that are free in {dir} on host '{host}'",
+        "disk '{name}': {} MiB of the {} MiB that are free in {dir} on host '{host}'{beside}",
         mib(size.used_bytes),
         mib(free)
     ))
@@ -172,12 +190,32 @@ mod tests {
                 bytes,
                 used_bytes: 0,
             }];
-            has_place(&host, &disk, &sizes)
+            has_place(&host, &disk, &sizes, &mut Promised::default())
         };
         for bytes in [(DISK_GIB_MAX << 30) + 1, u64::MAX] {
             let refused = format!("{:?}", said(bytes).unwrap_err());
             assert!(refused.contains("at most 65536 GiB"), "{refused}");
         }
         said(DISK_GIB_MAX << 30).unwrap();
+    }
+
+    #[test]
+    fn disks_that_come_to_one_file_system_have_its_room_together() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = HostName::new("b").unwrap();
+        let used_bytes = room_of(&statvfs(dir.path()).unwrap()) / 3 * 2;
+        let mut promised = Promised::default();
+        let mut has_place = |name: &str| {
+            let disk = DiskSpec::new(name, dir.path().join(name).to_str().unwrap());
+            let size = DiskToMove {
+                name: disk.name.clone(),
+                bytes: 1 << 30,
+                used_bytes,
+            };
+            super::has_place(&host, &disk, &[size], &mut promised)
+        };
+        has_place("root").unwrap();
+        let refused = format!("{:?}", has_place("data").unwrap_err());
+        assert!(refused.contains("beside the VM's other disks"), "{refused}");
     }
 }
