@@ -375,6 +375,10 @@ impl State {
             let described = described.into_iter().flatten();
             described.for_each(|spec| spec.uid = Some(uid));
         }
+        // What was made since is not made again; one that is elsewhere by now is refused at the start.
+        if let Ok(known) = entry.spec.clone().with_disks_known(&vm.spec) {
+            entry.spec = known;
+        }
         let told = entry.as_told(&vm.spec);
         if place::may_resolve_to(&entry.spec, &told) {
             entry.resolved = Some(told);

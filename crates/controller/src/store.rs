@@ -330,7 +330,9 @@ impl Store {
     pub async fn grant_start(&self, vm: &VmEntry, rows: &[Row]) -> Result<()> {
         let mut tx = self.pool.begin().await?;
         write_rows(&mut tx, rows).await?;
-        query("UPDATE vms SET resolved = ? WHERE name = ?")
+        // A disk that was made is not described as one to be made any more.
+        query("UPDATE vms SET spec = ?, resolved = ? WHERE name = ?")
+            .bind(to_json(&vm.spec)?)
             .bind(vm.resolved.as_ref().map(to_json).transpose()?)
             .bind(vm.spec.name.as_str())
             .execute(&mut *tx)

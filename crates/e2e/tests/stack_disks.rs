@@ -120,6 +120,22 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     stack.remove("one")?;
     ok(&["vm", "start", "two", "--on", "a"])?;
     goes_on(&stack, "two")?;
+    stack.remove("two")?;
+
+    // A VM that is deleted leaves nothing behind that would keep its name from another one, also once its host has begun anew.
+    stack.restart_daemon("a")?;
+    let create = describe(&stack, "two", &disk(&image))?;
+    ok(&["vm", "create", &create])?;
+    // Once the controller has found that the host answers again.
+    stack.until("it starts again", SOON, || {
+        Ok(stack.run("controller", &start)?.code == Some(0))
+    })?;
+    for _ in 0..3 {
+        goes_on(&stack, "two")?;
+        stack.remove("two")?;
+        ok(&["vm", "create", &create])?;
+        ok(&start)?;
+    }
     stack.remove("two")
 }
 
@@ -169,7 +185,15 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
         let left = std::fs::read_dir(stack.inside("a", "/run/godwit/ram")?)?.count();
         ensure!(left == 0, "{left} files are left beside guests' memory");
     }
-    Ok(())
+    // Whoever tries again and again hears the reason, and starts it once that is gone.
+    let start = ["vm", "start", "missing", "--on", "a"];
+    for _ in 0..10 {
+        stack.refused("controller", &start, 3, "missing-file")?;
+    }
+    make_image(&stack, "missing")?;
+    stack.ok("controller", &start)?;
+    goes_on(&stack, "missing")?;
+    stack.remove("missing")
 }
 
 #[test]

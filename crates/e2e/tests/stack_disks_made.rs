@@ -90,6 +90,19 @@ fn a_disk_is_made_once_and_its_vm_starts_on_it() -> Result<()> {
     let shown = stack.vm("one")?;
     ensure!(shown["spec"]["disk"][0].get("from").is_none(), "{shown}");
 
+    // Nor is it made again for a controller that was restarted since.
+    stack.restart_daemon("controller")?;
+    stack.until("the controller knows where the VM is", LONG, || {
+        Ok(stack.vm("one").is_ok_and(|shown| shown["host"] == "a"))
+    })?;
+    let shown = stack.vm("one")?;
+    ensure!(
+        shown["spec"]["disk"][0].get("size_gib").is_none(),
+        "{shown}"
+    );
+    ok(&["vm", "stop", "one", "--force"])?;
+    ok(&start)?;
+
     // The same description again: it is known that the disk is made.
     ok(&["vm", "stop", "one", "--force"])?;
     let inode = File::open(&root)?.metadata()?.ino();

@@ -1,13 +1,13 @@
 //! Disks that are made before their VM starts: begun at its host, asked for, and gone from the description once they are there.
 //!
-//! Owns which host makes those of which VM, as long as this controller lives: what was begun is gone on with there. Refuses
-//! nothing by itself; the host does.
+//! Owns which host makes those of which VM, as long as this controller lives: what was begun is gone on with there. Refuses: to have a disk
+//! made that its holder has already, whatever this controller remembers.
 
 use super::start::Plan;
 use crate::app::App;
 use crate::error::Outcome;
 use godwit_types::control_api::{DiskMaking, DisksMaking, Started};
-use godwit_types::{ApiError, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -29,6 +29,7 @@ impl Makings {
 /// Has the host make what is to be made. Nothing is being made once all is there: the plan's descriptions then say so, and are
 /// written with the grant.
 pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<DiskMaking>> {
+    know_those_that_are_made(plan)?;
     let spec = &plan.entry.spec;
     if spec.disks_to_make().next().is_none() {
         return Ok(None);
@@ -50,6 +51,21 @@ pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<Dis
         }
     }
     Ok(making)
+}
+
+/// A description that is older than its holder's, as one from a backup is, may ask for disks that are made and elsewhere by now: the guest would
+/// begin with an empty one.
+fn know_those_that_are_made(plan: &mut Plan) -> Outcome<()> {
+    let Some(held) = plan.held.as_ref().and_then(|held| held.vm.as_ref()) else {
+        return Ok(());
+    };
+    for spec in [&mut plan.entry.spec, &mut plan.resolved] {
+        let known = spec.clone().with_disks_known(&held.spec);
+        *spec = known.map_err(|error| {
+            ApiError::new(ErrorCode::InvalidVm, error.to_string()).on_host(&plan.host)
+        })?;
+    }
+    Ok(())
 }
 
 /// What a person hears meanwhile.

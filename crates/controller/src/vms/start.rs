@@ -69,7 +69,7 @@ pub(super) struct Plan {
     pub(super) entry: VmEntry,
     pub(super) host: HostName,
     pub(super) resolved: VmSpec,
-    held: Option<Place>,
+    pub(super) held: Option<Place>,
     /// Hosts that were not regarded when the VM's CPU model was chosen.
     left_out: Vec<HostName>,
 }

@@ -6,7 +6,7 @@ use godwit_rpc::pki::Request;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
 use godwit_types::control_api::StartRequest;
 use godwit_types::site::{Alarm, SiteTable, SiteVm, Stamp, SurveyRequest};
-use godwit_types::vm::VmState;
+use godwit_types::vm::{DiskSpec, VmState};
 use godwit_types::{ErrorCode, Generation};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -200,4 +200,38 @@ async fn the_name_of_a_host_that_was_forgotten_is_not_given_to_another() {
         error.to_string().contains("VM web may run on a host c"),
         "{error}"
     );
+}
+
+#[tokio::test]
+async fn a_disk_that_is_elsewhere_is_not_made_again_for_a_database_that_is_from_before_it_was_made()
+{
+    let mut house = House::new().await;
+    let a = house.host("a").await;
+    let mut described = spec("web");
+    let mut disk = DiskSpec::new("root", "/fast/root.raw");
+    disk.from = Some("/srv/base.raw".to_owned());
+    described.disks = vec![disk];
+    house.client().create_vm(&described).await.unwrap();
+    let backup = backed_up(&mut house).await;
+    let client = house.client();
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
+    let made = a.calls("make disks");
+    assert_eq!(made, 1);
+    house.stop().await;
+    put_back(&house, &backup);
+    let disks = |path: &str| vec![DiskSpec::new("root", path)];
+    a.script().vms.get_mut(&vm("web")).unwrap().spec.disks = disks("/slow/root.raw");
+    house.start().await;
+    house.until_in_charge().await;
+    house.until_vm("web", VmState::Stopped, "a").await;
+    let refused = house.client().start(&vm("web"), &on("a")).await;
+    let why = refused.unwrap_err().to_string();
+    assert!(why.contains("is made, and is /slow/root.raw now"), "{why}");
+    // Where it is where it was it is that one, and is not made either.
+    a.script().vms.get_mut(&vm("web")).unwrap().spec.disks = disks("/fast/root.raw");
+    house
+        .until(async |house| house.client().start(&vm("web"), &on("a")).await.is_ok())
+        .await;
+    assert_eq!(a.calls("make disks"), made);
 }

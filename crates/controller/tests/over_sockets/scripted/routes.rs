@@ -12,7 +12,7 @@ use axum::{Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
 use godwit_types::console::{ConsoleKept, ConsoleQuery, ConsoleTyped};
-use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
+use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -440,6 +440,10 @@ pub fn router(shared: Shared) -> Router {
         .route(path::VM, get(show_vm).put(put_vm).delete(delete_vm))
         .route(path::START, post(start))
         .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { note(&s, format!("asked to stop {name}")); hold(&s, "stop").await; set(&s, &name, VmState::Stopped) }))
+        .route(path::DISKS, post(|State(s): S, PathParam(name): Name| async move {
+            note(&s, format!("make disks {name}"));
+            Json(DisksMaking::default())
+        }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
