@@ -163,7 +163,7 @@ impl Vm {
         self.unsure = None;
         let deadline = began + self.cont_wait;
         let generation = permit.generation();
-        let disks = hyper.disks.arrive(generation);
+        let disks = hyper.disks.arrive(generation, deadline);
         let disks = disks.and_then(|()| hyper.wait_for_disks(deadline));
         if let Err(why) = disks.and_then(|()| hyper.disks.take(generation, deadline)) {
             tracing::error!(

@@ -9,6 +9,8 @@
 mod activity;
 mod claim;
 mod entry;
+mod format;
+mod former;
 mod history;
 mod images;
 mod in_place;
@@ -197,7 +199,7 @@ impl Disks {
         let mut all = disks.iter().zip(&what.disks);
         all.find_map(|(disk, spec)| {
             let name = &spec.name;
-            match disk.as_deref().map(Disk::status) {
+            match disk.as_deref().map(Disk::glance) {
                 Some(Ok(status)) if status.full_for.is_some() => Some(format!(
                     "disk-full: writes to disk '{name}' wait, since {} has no room left: make room there, and they go on by themselves",
                     spec.path
@@ -316,7 +318,7 @@ impl Disks {
     fn not_connected(&self) -> Option<String> {
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
         let mut all = disks.iter().zip(&what.disks);
-        all.find_map(|(disk, spec)| match disk.as_deref().map(Disk::status) {
+        all.find_map(|(disk, spec)| match disk.as_deref().map(Disk::glance) {
             Some(Ok(status)) if status.is_settled() => None,
             Some(Ok(_)) => Some(format!("QEMU does not connect to disk '{}'", spec.name)),
             Some(Err(error)) => Some(told(spec, &error)),
@@ -352,7 +354,7 @@ impl Disks {
     /// Those that QEMU has connected to and said nothing to since, by their place: maybe it has forgotten them.
     pub(crate) fn mute(&self) -> Vec<usize> {
         let is_mute = |disk: &Option<Arc<Disk>>| {
-            let status = disk.as_ref().and_then(|disk| disk.status().ok());
+            let status = disk.as_ref().and_then(|disk| disk.glance().ok());
             let mute = status.and_then(|status| status.mute_for);
             mute.is_some_and(|mute| mute >= FORGOTTEN_AFTER)
         };
@@ -380,6 +382,7 @@ impl Disks {
         for index in served.missing() {
             served.try_in_thread(index, Duration::ZERO, None);
         }
+        served.clean_up_again();
         true
     }
 }

@@ -24,9 +24,9 @@ use godwit_qemu::group;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::rate::Rate;
 use godwit_store::{StoreError, VmStore, load_json};
-use godwit_types::Generation;
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmProcessConfig};
 use godwit_types::vm::VmSpec;
+use godwit_types::{Generation, VmName};
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Seat {
             .load()?
             .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
         Ok(Self {
-            spec: if_whole(load_json(&paths.spec()))?,
+            spec: if_whole(load_json(&paths.spec()))?.filter(|spec| is_of(spec, &config.vm)),
             note: if_whole(load_json(&paths.state.join(NOTE_FILE)))?,
             config,
             paths,
@@ -112,6 +112,15 @@ fn if_whole<T>(read: Result<Option<T>, StoreError>) -> Result<Option<T>, StoreEr
         }
         other => other,
     }
+}
+
+/// Another VM's description is as good as none, too: somebody put it there.
+fn is_of(spec: &VmSpec, vm: &VmName) -> bool {
+    let is_own = spec.name == *vm;
+    if !is_own {
+        tracing::error!(of = %spec.name, "the VM goes on without its description, which is another VM's");
+    }
+    is_own
 }
 
 impl Serving {
@@ -246,7 +255,8 @@ impl Vm {
         let held = self.core.record().may_run();
         let settled = match (&self.hyper, held) {
             (Some(hyper), Some(generation)) => {
-                let arrived = hyper.disks.arrive(generation);
+                let until = Instant::now() + self.cont_wait;
+                let arrived = hyper.disks.arrive(generation, until);
                 hyper.disks.keep_what_came();
                 arrived
             }

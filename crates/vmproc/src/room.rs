@@ -240,10 +240,10 @@ impl Vm {
         let vm = &self.config.vm;
         Some(match &self.room.full {
             Some(WaitsForRoom { disk, path, .. }) => format!(
-                "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm}', and it goes on by itself"
+                "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
             None => format!(
-                "disk-full: the guest is paused until its disks have room: make some, or move them with 'godwit vm move-disk {vm}', and it goes on by itself"
+                "disk-full: the guest is paused until its disks have room: make some, or move them with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
         })
     }

@@ -3,7 +3,7 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
-use crate::ask::Later;
+use crate::ask::{Later, Now};
 use crate::disks;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
@@ -225,7 +225,10 @@ impl Vm {
     fn take(&mut self, input: Input) {
         match input {
             Input::Now(request) => {
-                self.busy_at = Instant::now();
+                // Whoever only looks, again and again, keeps no process that has nothing to do.
+                if !matches!(request.ask, Now::Status) {
+                    self.busy_at = Instant::now();
+                }
                 let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);
                 // The caller may have gone: the request is carried out all the same.
                 let _ = request.reply.send(answer);

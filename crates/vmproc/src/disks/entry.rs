@@ -5,12 +5,13 @@
 //! exchange the file between the look and the removal, but only for one that he could remove from there himself. Refuses: nothing.
 
 use crate::faults::planted;
-use godwit_qemu::disk::rename_to_free;
+use godwit_qemu::disk::{open_looked_at, rename_to_free};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, fstat, fsync, open, openat, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
@@ -61,6 +62,12 @@ impl<'a> Entry<'a> {
             Err(Errno::NOENT) => Ok(Found::Nothing),
             Err(errno) => Err(errno.into()),
         }
+    }
+
+    /// Opens what has the name for reading.
+    pub(super) fn open(&self) -> io::Result<File> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW;
+        Ok(open_looked_at(&self.dir, Path::new(self.name), flags)?)
     }
 
     /// Whether its directory is on this device: where its file system is not mounted, nothing that is missing there is gone.

@@ -4,8 +4,9 @@
 //! nothing: the files are the VM's, and `disks.json` says which. All is done in the directory that was looked into ([`super::entry`]).
 //! Refuses: to remove a file that is another one than QEMU had.
 
-use super::entry::{Entry, Found};
-use super::left::{moved, settle_moves};
+use super::entry::Entry;
+use super::former::Former;
+use super::left::{Left, moved, settle_moves};
 use super::served::{Arrival, ServedDisks};
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document, save_json};
@@ -28,7 +29,7 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
     };
     match arrival.whole {
         None => put_aside(paths),
-        Some(whole) if whole == generation || arrival.ours => {
+        Some(_) if arrival.belongs_to(generation) => {
             // For good: also where they cannot be named now, and another generation follows.
             let arriving = Some(Arrival {
                 ours: true,
@@ -120,39 +121,19 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     }
     let images = what.disks.iter().zip(&what.images);
     let own = images.filter(|(disk, _)| disk.goes_along());
-    let gone = own.map(|(disk, image)| remove_own(&disk.name, Path::new(&disk.path), *image));
+    let gone = own.map(|(disk, image)| {
+        let former = Former {
+            disk: &disk.name,
+            path: Path::new(&disk.path),
+            image: *image,
+            known: what.known.iter().find(|known| known.disk == disk.name),
+        };
+        former.remove()
+    });
     let gone: Vec<bool> = gone.collect();
     // Whoever looks again tries again.
     if gone.iter().all(|gone| *gone) {
         forget(paths);
-    }
-}
-
-/// Removes an image that is no disk any more, if it is the one that QEMU had. Returns whether nothing of it is left.
-pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
-    match Entry::looked_at(path) {
-        Ok((Found::File(found), entry)) if found == image => {
-            let is_gone = entry.remove();
-            if is_gone {
-                tracing::info!(disk, path = %path.display(), "its former image is removed");
-            }
-            is_gone
-        }
-        Ok((Found::Nothing, entry)) => entry.is_on(image.0),
-        Ok(_) => {
-            let path = path.display();
-            tracing::warn!(
-                disk,
-                "{path} is not the file that the guest had: it is left alone"
-            );
-            true
-        }
-        // The place itself may be away for now.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => false,
-        Err(error) => {
-            tracing::warn!(disk, path = %path.display(), %error, "its former image cannot be looked at");
-            false
-        }
     }
 }
 
@@ -189,13 +170,21 @@ fn forget(paths: &Paths) {
     if let Err(why) = settle_moves(paths, None) {
         tracing::warn!(why, "what moves of the VM's disks left is not removed");
     }
-    // What could not be removed stays noted until it is.
+    // What could not be removed stays noted until it is, and tells nothing of a VM of that name that comes.
+    let of_none = |left: Left| match left.followed {
+        true => Left {
+            disk: String::new(),
+            ..left
+        },
+        false => left,
+    };
     let forgotten = match moved(paths) {
         Ok(Some(what)) => save_json(
             &paths.disks(),
             &ServedDisks {
                 arriving: None,
                 leaving: None,
+                left: what.left.into_iter().map(of_none).collect(),
                 ..what
             },
         ),

@@ -1,10 +1,12 @@
 //! Which files are removed and renamed, at whatever moment a process died.
 
+use super::super::former::tests::say;
 use super::*;
 use crate::testing::{Site, holds, open, unconfirmed};
 use godwit_ownership::{Phase, Power};
 use godwit_qemu::disk::identity_of;
 use godwit_types::HostName;
+use godwit_types::vm::VmSpec;
 
 struct Left {
     site: Site,
@@ -20,7 +22,9 @@ fn id(name: &str) -> MigrationId {
 impl Left {
     /// What a process left that died: `disks.json`, and images of these names.
     fn with(arriving: Option<(&str, Option<u64>)>, leaving: Option<&str>, files: &[&str]) -> Self {
-        let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+        // Where files can say of themselves who has them.
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let site = Site::new();
         for name in files {
             std::fs::write(directory.path().join(name), name.as_bytes()).unwrap();
         }
@@ -153,6 +157,43 @@ fn an_image_that_went_along_is_removed_by_whoever_opens_the_vm_next_and_no_other
     drop(held.open(holds(Power::Off)));
     assert_eq!(held.files(), ["root.raw"]);
     assert_eq!(held.what.leaving, Some(id("m")));
+}
+
+#[test]
+fn an_image_that_came_back_is_not_removed_for_what_an_old_copy_notes_of_the_one_before() {
+    let mut left = Left::with(None, Some("m"), &["root.raw"]);
+    let path = left.directory.path().join("root.raw");
+    left.what.known = vec![say(&path, 3)];
+    save_json(&left.paths.disks(), &left.what).unwrap();
+    // With the numbers of the one before, which file systems give again.
+    say(&path, 5);
+    drop(left.open(moved("m")));
+    assert_eq!(left.files(), ["root.raw"]);
+    left.what.known = vec![say(&path, 6)];
+    save_json(&left.paths.disks(), &left.what).unwrap();
+    drop(left.open(moved("m")));
+    assert!(left.files().is_empty());
+}
+
+#[test]
+fn what_is_noted_of_a_vm_that_is_deleted_turns_no_later_vm_s_disk_back() {
+    let mut left = Left::with(None, None, &["root.raw", "former.raw"]);
+    let former = left.directory.path().join("former.raw");
+    let former = former.to_str().unwrap().to_owned();
+    left.what.left = vec![super::super::left::Left {
+        disk: "root".to_owned(),
+        path: former.clone(),
+        image: (1, 2),
+        known: None,
+        followed: true,
+    }];
+    save_json(&left.paths.disks(), &left.what).unwrap();
+    drop(left.open(Phase::Absent));
+    let mut spec = VmSpec::placeholder(&left.site.config.vm);
+    spec.disks = vec![DiskSpec::new("root", &former)];
+    settle_moves(&left.paths, Some(&mut spec)).unwrap();
+    assert_eq!(spec.disks[0].path, former);
+    assert_eq!(left.files(), ["former.raw", "root.raw"]);
 }
 
 #[test]

@@ -33,6 +33,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often it is tried again to remove a copy that is not whole.
+const CLEAN_EVERY: Duration = Duration::from_secs(30);
 
 /// Disks that are moved on this host, or were last.
 #[derive(Debug)]
@@ -45,6 +47,8 @@ pub(super) struct Moves {
     writing: Mutex<()>,
     /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
     turn: Mutex<()>,
+    /// When it was last tried to remove a copy that is not whole.
+    cleaned: Mutex<Option<Instant>>,
 }
 
 impl Moves {
@@ -55,7 +59,19 @@ impl Moves {
             is_cancelled: AtomicBool::new(false),
             writing: Mutex::default(),
             turn: Mutex::default(),
+            cleaned: Mutex::default(),
         }
+    }
+
+    /// Whether it is time to try again to remove a copy that is not whole, which no move is making.
+    fn may_clean(&self) -> bool {
+        let (mut cleaned, now) = (lock(&self.cleaned), Instant::now());
+        let is_time = cleaned.is_none_or(|at| now >= at + CLEAN_EVERY);
+        let may = is_time && !lock(&self.disks).iter().any(DiskMove::is_under_way);
+        if may {
+            *cleaned = Some(now);
+        }
+        may
     }
 }
 
@@ -283,11 +299,11 @@ impl Served {
             place,
             spec: spec.clone(),
             image: *image,
-            known: None,
             copying: Copying {
                 path: place.path.clone(),
                 beside: format!("{}.moving-{since:x}", place.path),
                 image: None,
+                known: None,
             },
         };
         let moved = self.copy(&mut going);
@@ -325,8 +341,9 @@ impl Served {
         self.remove_former();
     }
 
-    /// Not before it is certain that what is written does not call it the disk.
-    fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
+    /// Not before it is certain that what is written does not call it the disk. Where that is certain it goes first: it may be what keeps the
+    /// record from having room.
+    pub(super) fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
         if self.has_ended.load(Ordering::SeqCst) && !self.must_save.load(Ordering::SeqCst) {
             // Its record may have been settled before the image was made.
             return match copying.remove(&self.what()) {
@@ -334,7 +351,9 @@ impl Served {
                 false => Err(internal(copying.why_not_moved())),
             };
         }
-        self.change(|_| ())?;
+        if self.must_save.load(Ordering::SeqCst) {
+            self.change(|_| ())?;
+        }
         match copying.remove(&self.what()) {
             true => self.change(|what| what.copying = None),
             false => Err(internal(copying.why_not_moved())),
@@ -355,6 +374,13 @@ impl Served {
         remove_left(&mut what);
         if let Err(error) = self.change(|now| now.left = what.left) {
             tracing::warn!(%error, "that a former image is removed is not written yet");
+        }
+    }
+
+    /// Tries again, now and then, to remove a copy that could not be removed: it may take the room that others need.
+    pub(super) fn clean_up_again(self: &Arc<Self>) {
+        if self.what().copying.is_some() && self.moves.may_clean() {
+            self.clean_up();
         }
     }
 
@@ -441,9 +467,9 @@ impl Served {
         let made = self.make(&beside, bytes)?;
         reached("disk-move.made");
         let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew), Some(&made))?;
-        going.known = known;
         let identity = image.identity()?;
         going.copying.image = Some((identity.device, identity.inode));
+        going.copying.known = known;
         self.change(|what| what.copying = Some(going.copying.clone()))?;
         Ok(image)
     }

@@ -4,7 +4,8 @@
 //! what is a disk, or another file than the one that was left.
 
 use super::entry::{Entry, Found};
-use super::images::{remove, remove_own};
+use super::former::{Former, Is};
+use super::images::remove;
 use super::served::ServedDisks;
 use crate::faults::reached;
 use crate::files::Paths;
@@ -22,9 +23,12 @@ pub(super) struct Copying {
     pub path: String,
     /// and the one that it has until it is whole.
     pub beside: String,
-    /// Device and inode, once it is there.
+    /// Device and inode, once it is there,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<(u64, u64)>,
+    /// and what it says of itself then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub known: Option<KnownImage>,
 }
 
 /// An image that was left for another one of this host.
@@ -34,6 +38,9 @@ pub(super) struct Left {
     pub disk: String,
     pub path: String,
     pub image: (u64, u64),
+    /// What this host knew of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub known: Option<KnownImage>,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -41,11 +48,16 @@ pub(super) struct Left {
 
 /// Without a QEMU: an image that is not whole is removed, the VM's description follows the disks that are elsewhere, and their
 /// former images are removed. To be called before anything is started with that description.
-pub(crate) fn settle_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(), String> {
-    follow_moves(paths, spec)?;
+pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Result<(), String> {
+    follow_moves(paths, spec.as_deref_mut())?;
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
+    if let Some(spec) = spec {
+        // It is a disk that somebody described since.
+        let is_disk = |path: &str| spec.disks.iter().any(|disk| disk.path == path);
+        what.left.retain(|left| !is_disk(&left.path));
+    }
     if let Some(copying) = what.copying.take() {
         if let Some(left) = copying.out_of_reach() {
             what.left.extend(left);
@@ -134,23 +146,58 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
     what.left.retain(|left| {
         let is_disk = disks.iter().any(|disk| disk.path == left.path);
         let stays = !left.followed;
-        stays || !(is_disk || remove_own(&left.disk, Path::new(&left.path), left.image))
+        stays || !(is_disk || left.former().remove())
     });
+}
+
+impl Left {
+    fn former(&self) -> Former<'_> {
+        Former {
+            disk: &self.disk,
+            path: Path::new(&self.path),
+            image: self.image,
+            known: self.known.as_ref(),
+        }
+    }
 }
 
 impl Copying {
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
     fn out_of_reach(&self) -> Option<[Left; 2]> {
         let image = self.image?;
-        if Entry::at(Path::new(&self.path)).is_ok_and(|entry| entry.is_on(image.0)) {
+        let beside = Entry::looked_at(Path::new(&self.beside));
+        // No other file has that name, whatever number its device has now.
+        let is_there = |(found, entry): (Found, Entry<'_>)| {
+            entry.is_on(image.0) || matches!(found, Found::File(_))
+        };
+        if beside.is_ok_and(is_there) || self.has_its_name() == Some(Is::It) {
             return None;
         }
         Some([&self.beside, &self.path].map(|path| Left {
             disk: String::new(),
             path: path.clone(),
             image,
+            known: self.known.clone(),
             followed: true,
         }))
+    }
+
+    /// As what has the name that it was to have.
+    fn former(&self) -> Option<Former<'_>> {
+        let image = self.image?;
+        Some(Former {
+            disk: "",
+            path: Path::new(&self.path),
+            image,
+            known: self.known.as_ref(),
+        })
+    }
+
+    /// Whether that is it; nothing where it cannot be told now.
+    fn has_its_name(&self) -> Option<Is> {
+        let former = self.former()?;
+        let (found, entry) = Entry::looked_at(former.path).ok()?;
+        former.compare(found, &entry).ok()
     }
 
     pub(super) fn why_not_moved(&self) -> String {
@@ -167,20 +214,26 @@ impl Copying {
         if disks.any(|disk| disk.path == self.path || disk.path == self.beside) {
             return true;
         }
-        let (beside, path) = (Path::new(&self.beside), Path::new(&self.path));
-        let is_gone = remove(beside);
-        match Entry::looked_at(path) {
-            Ok((Found::File(found), entry)) if Some(found) == self.image => {
-                entry.remove() && is_gone
+        let is_gone = remove(Path::new(&self.beside));
+        let Some(former) = self.former() else {
+            return is_gone;
+        };
+        let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {
+            Ok(match former.compare(found, &entry)? {
+                Is::It => entry.remove(),
+                Is::Another => true,
+                Is::Unknown => false,
+            })
+        });
+        let is_gone_there = looked.unwrap_or_else(|error| {
+            let path = &self.path;
+            let is_away = error.kind() == std::io::ErrorKind::NotFound;
+            if !is_away {
+                tracing::warn!(path, %error, "an image that is not whole may be left there");
             }
-            Ok(_) => is_gone,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => is_gone,
-            Err(error) => {
-                let path = path.display();
-                tracing::warn!(%path, %error, "an image that is not whole may be left there");
-                false
-            }
-        }
+            is_away
+        });
+        is_gone && is_gone_there
     }
 }
 

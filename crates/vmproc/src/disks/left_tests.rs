@@ -1,5 +1,6 @@
 //! What a successor makes of disks that its predecessor moved, at whatever moment that died.
 
+use super::super::former::tests::say;
 use super::*;
 use crate::testing::Site;
 use godwit_qemu::disk::identity_of;
@@ -14,7 +15,9 @@ struct Dead {
 impl Dead {
     /// What a process left whose disk was `old` before it was moved, with these files.
     fn with(files: &[&str], what: impl FnOnce(&Self, &mut ServedDisks)) -> Self {
-        let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+        // Where files can say of themselves who has them.
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let site = Site::new();
         for name in files {
             std::fs::write(directory.path().join(name), name.as_bytes()).unwrap();
         }
@@ -64,6 +67,7 @@ impl Dead {
             path: self.path("new"),
             beside: self.path("new.moving-1"),
             image: image.map(|name| self.identity(name)),
+            known: None,
         }
     }
 
@@ -72,6 +76,7 @@ impl Dead {
             disk: "root".into(),
             path: self.path(name),
             image: self.identity(name),
+            known: None,
             followed: false,
         }
     }
@@ -227,6 +232,25 @@ fn an_image_that_is_not_whole_and_cannot_be_removed_stays_noted() {
 }
 
 #[test]
+fn an_image_that_was_not_whole_is_removed_after_a_boot_that_gave_its_device_another_number() {
+    for files in [["old", "new.moving-1"], ["old", "new"]] {
+        let mut dead = Dead::with(&files, |dead, what| {
+            let (device, inode) = dead.identity(files[1]);
+            what.copying = Some(Copying {
+                image: Some((device + 1, inode)),
+                known: Some(say(Path::new(&dead.path(files[1])), 3)),
+                ..dead.copying(None)
+            });
+        });
+        assert_eq!(dead.settled().0, ["old"]);
+        assert_eq!(
+            (dead.written().copying, dead.written().left),
+            (None, vec![])
+        );
+    }
+}
+
+#[test]
 fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_moving() {
     let mut dead = Dead::with(&["old"], |dead, what| {
         // As after a power cut, when the directory is there and its file system is not.
@@ -251,5 +275,7 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
     assert_eq!(kept(&dead.paths, &dead.spec.disks).left, written.left);
     // Also once the VM is elsewhere.
     super::super::images::leave(&dead.paths, &godwit_types::MigrationId::new("m-1").unwrap());
-    assert_eq!(dead.written().left, written.left);
+    let left = dead.written().left;
+    let noted: Vec<&str> = left.iter().map(|left| left.path.as_str()).collect();
+    assert_eq!(noted, expected);
 }

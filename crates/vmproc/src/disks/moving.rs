@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -118,57 +118,52 @@ impl Disks {
     }
 
     /// This host holds the VM under this generation: images that came with it get their names, if it is the one under which
-    /// they were whole. They are this host's from then on, whatever generation follows.
-    pub(crate) fn arrive(&self, generation: Generation) -> Result<(), String> {
+    /// they were whole, at the latest until then: storage may hang. They are this host's from then on, whatever generation follows.
+    pub(crate) fn arrive(&self, generation: Generation, deadline: Instant) -> Result<(), String> {
         let served = &self.0;
-        let what = served.what();
-        let arrived = match lock(&served.arriving).as_mut() {
+        let migration = match lock(&served.arriving).as_mut() {
             None => return Ok(()),
             Some(arrival) if arrival.is_here => return Ok(()),
-            Some(arrival) if arrival.ours || arrival.whole == Some(generation) => {
+            Some(arrival) if arrival.belongs_to(generation) => {
                 arrival.ours = true;
-                let named = give_names(&what.disks, &arrival.migration);
-                arrival.is_here = named.is_ok();
-                named
+                arrival.migration.clone()
             }
             Some(_) => return Err("its disks are not whole on this host".to_owned()),
         };
-        if arrived.is_err()
-            && let Err(error) = served.save()
-        {
+        let what = served.what();
+        let arrived = begin("disk-name", move || give_names(&what.disks, &migration))
+            .and_then(|arrived| wait(&arrived, deadline)?);
+        let Err(why) = arrived else {
+            if let Some(arrival) = lock(&served.arriving).as_mut() {
+                arrival.is_here = true;
+            }
+            return Ok(());
+        };
+        if let Err(error) = served.save() {
             tracing::error!(%error, "that the VM's disks are this host's is not written");
         }
-        arrived
+        Err(why)
     }
 
     /// Takes every image for a guest that is let run under this generation, at the latest until then: storage may hang.
     pub(crate) fn take(&self, generation: Generation, deadline: Instant) -> Result<(), String> {
         let served = &self.0;
         *lock(&served.held) = Some(generation);
-        let (taken, are_taken) = channel();
         let disks = lock(&served.disks).clone();
-        let mut waits = 0;
+        let mut taken = Vec::new();
         for (disk, spec) in disks.into_iter().zip(&served.what().disks) {
             let Some(disk) = disk else { continue };
             let status = disk.status().map_err(|error| told(spec, &error))?;
             if status.has_image && !served.must_be_claimed(spec, generation) {
                 continue;
             }
-            let (served, spec, taken) = (Arc::clone(served), spec.clone(), taken.clone());
-            let work = move || {
-                let done = served.take_image((&spec, &disk), generation);
-                let _ = taken.send(done); // whoever asked may have given up
-            };
-            let thread = std::thread::Builder::new().name("disk-take".into());
-            thread.spawn(work).map_err(|error| error.to_string())?;
-            waits += 1;
+            let (served, spec) = (Arc::clone(served), spec.clone());
+            taken.push(begin("disk-take", move || {
+                served.take_image((&spec, &disk), generation)
+            })?);
         }
-        for _ in 0..waits {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let done = are_taken.recv_timeout(left);
-            let silent = "the storage of the VM's disks does not answer: see that it does, and let the guest run again";
-            done.map_err(|_| silent.to_owned())?
-                .map_err(|error| error.message)?;
+        for taken in taken {
+            wait(&taken, deadline)?.map_err(|error| error.message)?;
         }
         Ok(())
     }
@@ -189,6 +184,26 @@ impl Disks {
     pub(crate) fn filling(&self) -> Filling {
         Arc::clone(&*lock(&self.0.filling))
     }
+}
+
+/// Does something that storage may keep for long on a thread of its own, of which it is heard in [`wait`].
+fn begin<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<Receiver<T>, String> {
+    let (done, is_done) = channel();
+    let work = move || {
+        let _ = done.send(work()); // whoever asked may have given up
+    };
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    thread.spawn(work).map_err(|error| error.to_string())?;
+    Ok(is_done)
+}
+
+fn wait<T>(done: &Receiver<T>, deadline: Instant) -> Result<T, String> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let silent = "the storage of the VM's disks does not answer: see that it does, and let the guest run again";
+    done.recv_timeout(left).map_err(|_| silent.to_owned())
 }
 
 /// Only on a disk of the size for which the other host has made a place.

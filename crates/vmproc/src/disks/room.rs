@@ -34,7 +34,7 @@ impl FullDisk {
     pub(crate) fn keeps_its_guest(&self, config: &VmProcessConfig) -> String {
         let (VmProcessConfig { vm, host, .. }, Self { disk, path, .. }) = (config, self);
         format!(
-            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm}'"
+            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm} --to DATASTORE'"
         )
     }
 }
@@ -48,7 +48,7 @@ impl Disks {
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
         let all = disks.iter().zip(&what.disks);
         let full = all.filter_map(|(disk, spec)| {
-            let status = disk.as_ref()?.status().ok()?;
+            let status = disk.as_ref()?.glance().ok()?;
             let full = FullDisk {
                 disk: spec.name.clone(),
                 path: spec.path.clone(),

@@ -5,6 +5,7 @@
 
 use super::activity::Gauge;
 use super::claim::{Taking, named};
+use super::format::must_be_raw;
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
 use super::keeping::Keeping;
@@ -128,7 +129,21 @@ pub(super) struct Served {
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
 
+/// A disk that no thread begins to serve.
+pub(super) struct Alone<'a>(&'a AtomicBool);
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
 impl Arrival {
+    /// Whether they are this host's, which holds the VM under this generation.
+    pub(super) fn belongs_to(&self, generation: Generation) -> bool {
+        self.ours || self.whole == Some(generation)
+    }
+
     /// With this migration, of which nothing has come.
     pub(super) fn of(migration: &MigrationId) -> Self {
         Self {
@@ -379,6 +394,13 @@ impl Served {
         }
     }
 
+    /// Until this is dropped no thread begins to serve the disk; nothing where one does just now.
+    pub(super) fn serve_alone(&self, index: usize) -> Option<Alone<'_>> {
+        let is_tried = self.is_tried.get(index)?;
+        let is_free = !is_tried.swap(true, Ordering::SeqCst);
+        is_free.then_some(Alone(is_tried))
+    }
+
     fn try_to_serve(&self, index: usize, patience: Duration) {
         match self.serve(index, patience) {
             Ok(()) => {
@@ -489,6 +511,9 @@ impl Served {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
         };
+        if taking == Some(Taking::Anew) && made.is_none() {
+            must_be_raw(&file, &spec.path).map_err(|why| refused(&why))?;
+        }
         if !spec.read_only {
             forget_mark(&file);
         }
@@ -518,9 +543,10 @@ impl Served {
 
     /// Where a disk's image lies now: one that arrives has a name of its own until its VM is here.
     fn path_of(&self, spec: &DiskSpec) -> String {
-        let arriving = lock(&self.arriving);
-        let beside = arriving.as_ref().filter(|_| spec.goes_along());
-        let beside = beside.map(|arrival| arriving_path(&spec.path, &arrival.migration));
+        let arrival = lock(&self.arriving).clone();
+        let arrival = arrival.filter(|_| spec.goes_along());
+        let beside = arrival.map(|arrival| arriving_path(&spec.path, &arrival.migration));
+        // Not under the lock: storage may hang.
         match beside {
             Some(beside) if Path::new(&beside).exists() => beside,
             _ => spec.path.clone(),

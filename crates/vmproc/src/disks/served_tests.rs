@@ -39,3 +39,42 @@ fn a_disk_that_is_larger_than_any_may_be_is_not_made_for_the_vm_that_comes() {
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 }
+
+#[test]
+fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_it() {
+    let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let copying = Copying {
+        path: at("new"),
+        beside: at("new.moving-1"),
+        image: None,
+        known: None,
+    };
+    let what = ServedDisks {
+        launch: 1,
+        ram: (0, 0),
+        uid: 0,
+        gid: 0,
+        queues: 1,
+        disks: Vec::new(),
+        images: Vec::new(),
+        arriving: None,
+        leaving: None,
+        copying: Some(copying.clone()),
+        left: Vec::new(),
+        known: Vec::new(),
+    };
+    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
+    std::fs::create_dir_all(&site.paths.state).unwrap();
+    std::fs::write(&copying.beside, "half").unwrap();
+    // Nothing can be written where the next record would be.
+    let next = format!("{}.new", site.paths.disks().display());
+    std::fs::create_dir(&next).unwrap();
+    served.remove_copy(&copying).unwrap_err();
+    assert!(!Path::new(&copying.beside).exists());
+    assert_eq!(served.what().copying, Some(copying.clone()));
+    std::fs::remove_dir(&next).unwrap();
+    served.remove_copy(&copying).unwrap();
+    assert_eq!(served.what().copying, None);
+}

@@ -9,7 +9,6 @@ use super::told;
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
 use godwit_blockio::{Image, SecondImage};
-use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::vm::DiskSpec;
@@ -40,8 +39,6 @@ pub(super) struct Going<'a> {
     pub spec: DiskSpec,
     pub image: (u64, u64),
     pub copying: Copying,
-    /// What is to be known of the second image once it is the disk.
-    pub known: Option<KnownImage>,
 }
 
 /// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
@@ -80,6 +77,11 @@ impl Served {
         image: &mut Option<Image>,
     ) -> Result<Option<Duration>, Stopped> {
         let began = Instant::now();
+        // A disk that ends while what is written changes must not be served as it was.
+        let Some(_alone) = self.serve_alone(going.index) else {
+            return Ok(None);
+        };
+        self.must_be_mirrored(going.index, &mirror.disk)?;
         let standing = match mirror.disk.stand_still(STAND_WAIT) {
             Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
             standing => standing?,
@@ -150,10 +152,12 @@ impl Served {
         self.keep_no_more(&place.disk);
         let written = self.change(|what| {
             what.copying = None;
+            let known = what.known.iter().find(|known| known.disk == place.disk);
             what.left.push(Left {
                 disk: place.disk.clone(),
                 path: going.spec.path.clone(),
                 image: going.image,
+                known: known.cloned(),
                 followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {
@@ -163,10 +167,8 @@ impl Served {
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;
             }
-            going
-                .known
-                .iter()
-                .for_each(|known| what.know(known.clone()));
+            let known = going.copying.known.iter();
+            known.for_each(|known| what.know(known.clone()));
         });
         written.map_err(|error| error.message)
     }

@@ -185,12 +185,11 @@ fn a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory() {
     say(&mut control, &last, |said| {
         matches!(said, ToSource::BarrierDone { .. })
     });
-    // From here on the destination may load the guest's devices.
-    assert_eq!(
-        threads(&format!("receive-{INDEX}")),
-        0,
-        "somebody still takes pages"
-    );
+    // From here on the destination may load the guest's devices. The kernel lists a thread for a moment after it was joined.
+    while threads(&format!("receive-{INDEX}")) > 0 {
+        assert!(Instant::now() < until, "somebody still takes pages");
+        std::thread::yield_now();
+    }
     send(3).and_then(|()| send(5)).unwrap();
     let further = made(ChannelId::data(0, INDEX + 1).unwrap());
     let ping = ToDestination::Ping { nonce: 4 };

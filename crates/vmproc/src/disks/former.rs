@@ -1,0 +1,176 @@
+//! Removal of an image that is no disk any more: of the very one, and of nothing that took its place.
+//!
+//! What is noted of it may be an old copy, file systems give a number again to the next file, and devices may have others after a boot. So what the
+//! image says of itself decides; device and inode do where it says nothing. Owns nothing. Refuses: another file, and, until that is known, one that
+//! may be another.
+
+use super::entry::{Entry, Found};
+use crate::image::record_of;
+use godwit_blockio::holder;
+use godwit_ownership::KnownImage;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::path::Path;
+
+/// What is noted of such an image.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Former<'a> {
+    /// The disk's name, for people.
+    pub disk: &'a str,
+    pub path: &'a Path,
+    /// The number of its device and its own on that.
+    pub image: (u64, u64),
+    /// What this host knew of it, if it is the one that it knew.
+    pub known: Option<&'a KnownImage>,
+}
+
+/// What a file is that has its name.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Is {
+    It,
+    Another,
+    /// It may be either.
+    Unknown,
+}
+
+impl Former<'_> {
+    /// Returns whether nothing of it is left.
+    pub(super) fn remove(&self) -> bool {
+        let (disk, path) = (self.disk, self.path.display());
+        let looked = Entry::looked_at(self.path).and_then(|(found, entry)| match found {
+            Found::Nothing => Ok(entry.is_on(self.image.0)),
+            found => match self.compare(found, &entry)? {
+                Is::It => {
+                    let is_gone = entry.remove();
+                    if is_gone {
+                        tracing::info!(disk, %path, "its former image is removed");
+                    }
+                    Ok(is_gone)
+                }
+                Is::Another => {
+                    tracing::warn!(
+                        disk,
+                        "{path} is not the file that the guest had: it is left alone"
+                    );
+                    Ok(true)
+                }
+                Is::Unknown => {
+                    tracing::warn!(
+                        disk,
+                        "whether {path} is its former image is not certain: it is left alone"
+                    );
+                    Ok(false)
+                }
+            },
+        });
+        looked.unwrap_or_else(|error| {
+            // The place itself may be away for now.
+            if error.kind() != io::ErrorKind::NotFound {
+                tracing::warn!(disk, %path, %error, "its former image cannot be looked at");
+            }
+            false
+        })
+    }
+
+    pub(super) fn compare(&self, found: Found, entry: &Entry<'_>) -> io::Result<Is> {
+        let Found::File(found) = found else {
+            return Ok(Is::Another);
+        };
+        let says = match self.known {
+            Some(_) => said_by(entry)?,
+            None => None,
+        };
+        Ok(match (says, self.known) {
+            (Some(says), Some(known)) if says == *known => Is::It,
+            (Some(_), Some(_)) => Is::Another,
+            _ if found == self.image => Is::It,
+            _ if found.1 == self.image.1 => Is::Unknown,
+            _ => Is::Another,
+        })
+    }
+}
+
+/// What a file says of the disk whose image it is; nothing where it says nothing that can be read.
+fn said_by(entry: &Entry<'_>) -> io::Result<Option<KnownImage>> {
+    let file = entry.open()?;
+    let held = match holder::read(file.as_fd()) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
+        held => held?,
+    };
+    let record = held.and_then(|held| record_of(&held).ok().flatten());
+    Ok(record.map(|record| record.known()))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageId, ImageRecord};
+    use godwit_qemu::disk::identity_of;
+    use godwit_types::{Generation, HostName, VmName};
+
+    /// Has a file say that it was taken so often.
+    pub(in super::super) fn say(path: &Path, taken: u64) -> KnownImage {
+        let record = ImageRecord {
+            format: IMAGE_RECORD_FORMAT,
+            image: ImageId::new(7),
+            vm: VmName::new("web").unwrap(),
+            disk: "root".to_owned(),
+            holder: HostName::new("a").unwrap(),
+            generation: Generation(2),
+            taken,
+        };
+        let file = std::fs::File::options().write(true).read(true).open(path);
+        let file = file.unwrap();
+        let before = holder::read(file.as_fd()).unwrap();
+        let text = serde_json::to_vec(&record).unwrap();
+        assert!(holder::replace(file.as_fd(), before.as_ref(), &text).unwrap());
+        record.known()
+    }
+
+    /// What becomes of an image that says this, if anything, where this is noted of it: whether it counts as gone, and whether it is.
+    fn removed(
+        says: Option<u64>,
+        known: bool,
+        noted: impl Fn(u64, u64) -> (u64, u64),
+    ) -> [bool; 2] {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = directory.path().join("root.raw");
+        std::fs::write(&path, "image").unwrap();
+        let noted_then = say(&path, 3);
+        match says {
+            Some(taken) => drop(say(&path, taken)),
+            None => {
+                std::fs::remove_file(&path).unwrap();
+                std::fs::write(&path, "image").unwrap();
+            }
+        }
+        let (device, inode) = identity_of(&path).unwrap().unwrap();
+        let former = Former {
+            disk: "root",
+            path: &path,
+            image: noted(device, inode),
+            known: known.then_some(&noted_then),
+        };
+        [former.remove(), !path.exists()]
+    }
+
+    #[test]
+    fn an_image_is_removed_for_what_it_says_whatever_number_its_device_has() {
+        let (same, moved) = (|d, i| (d, i), |d, i| (d + 1, i));
+        assert_eq!(removed(Some(3), true, same), [true, true]);
+        assert_eq!(removed(Some(3), true, moved), [true, true]);
+        // It came back since, and has the numbers that an earlier one had.
+        assert_eq!(removed(Some(4), true, same), [true, false]);
+    }
+
+    #[test]
+    fn an_image_of_which_nothing_is_said_or_known_is_removed_by_its_numbers() {
+        let (same, moved) = (|d, i| (d, i), |d, i| (d + 1, i));
+        for (says, known) in [(None, true), (Some(3), false), (None, false)] {
+            assert_eq!(removed(says, known, same), [true, true]);
+            assert_eq!(removed(says, known, moved), [false, false], "not certain");
+            let other = |d, i| (d, i + 1);
+            assert_eq!(removed(says, known, other), [true, false]);
+        }
+    }
+}
