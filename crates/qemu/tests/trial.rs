@@ -133,7 +133,7 @@ fn under_kvm_the_facts_are_those_of_kvm() {
         None,
         soon(),
     );
-    let shown = trial.expect("a trial").run(Duration::from_secs(5));
+    let shown = trial.expect("a trial").run(Duration::from_secs(60));
     let shown = shown.expect("an end");
     println!("KVM: {shown:?}");
     assert!(shown.reached >= Reached::RealMode, "{shown:?}");
