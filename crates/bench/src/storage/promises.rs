@@ -154,14 +154,18 @@ fn own(ours: &Group) -> Vec<Line> {
     lines
 }
 
-/// A move beside a peer's. One that did not end has lost.
+/// A move beside a peer's, by those runs of both that ended: how many did is said.
 fn beside(ours: &Group, peer: &Group) -> Vec<Line> {
     let mut lines = Vec::new();
+    let name = match peer.outcome().as_str() {
+        "completed" => peer.head().name(),
+        outcome => format!("{}: {outcome}", peer.head().name()),
+    };
     let total = ours
         .median(|row| row.total_s)
         .zip(peer.median(|row| row.total_s));
     lines.extend(total.map(|(we, they)| {
-        let reached = format!("{:.2} ({})", we / they, peer.head().name());
+        let reached = format!("{:.2} ({name})", we / they);
         line(
             "duration over the peer's",
             reached,
@@ -173,7 +177,7 @@ fn beside(ours: &Group, peer: &Group) -> Vec<Line> {
         .median(|row| row.iops_during)
         .zip(peer.median(|row| row.iops_during));
     lines.extend(iops.map(|(we, they)| {
-        let reached = format!("{:.2} ({})", we / they, peer.head().name());
+        let reached = format!("{:.2} ({name})", we / they);
         line(
             "IOPS during the move over the peer's",
             reached,
