@@ -1,7 +1,8 @@
 //! A guest that boots from a disk by the firmware's own calls, and works with it for ever.
 //!
 //! The boot sector writes one of some sectors with a number that grows, reads it back, compares, and leaves the number in
-//! memory; where something is wrong it leaves that instead and stops. It knows nothing of virtio: the firmware drives the disk,
+//! memory; where something is wrong it leaves that instead and stops. Before it writes a sector again it looks whether that has what it wrote
+//! there last, so that no write is overwritten that was lost meanwhile. It knows nothing of virtio: the firmware drives the disk,
 //! and asks for no flushes, so that each write is durable once it is answered.
 
 use super::asm::{Asm, AsmError};
@@ -153,12 +154,14 @@ fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
         .op(&[0x66, 0xc1, 0xe0, spread.apart.ilog2() as u8]) // shl eax, log2 of apart
         .op(&[0x66, 0x40]) // inc eax
         .op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector
+        .op_offset16(&[0xbb], "look_back")
+        .op(&[0xff, 0xd3]) // mov bx, look_back; call bx
         .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x80]) // mov word [0x7014], 0x8000
         .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
-    call(&mut asm);
+    call(&mut asm, "wrong");
     asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x90]) // mov word [0x7014], 0x9000
         .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
-    call(&mut asm);
+    call(&mut asm, "wrong");
     asm.op(&[0xbe, 0x00, 0x80, 0xbf, 0x00, 0x90]) // mov si, 0x8000; mov di, 0x9000
         .op(&[0xb9, 0x80, 0x00, 0xf3, 0x66, 0xa7]) // mov cx, 128; repe cmpsd
         .jump(0x75, "wrong") // jne
@@ -168,6 +171,7 @@ fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
         asm.op_offset16(&[0xbb], "step").op(&[0xff, 0xd3]); // mov bx, step; call bx
     }
     asm.jump(0xeb, "round"); // jmp
+    look_back(&mut asm, spread.places);
     asm.pad(SECTOR - 2).op(&[0x55, 0xaa]);
     if let Some(until_mib) = spread.counts_until_mib {
         boot_counter::append(&mut asm, until_mib);
@@ -176,12 +180,33 @@ fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
     asm.finish()
 }
 
+/// The sector that is written next must have what was written there as many rounds ago as there are places, once this life has come so far.
+fn look_back(asm: &mut Asm, places: u32) {
+    asm.label("look_back")
+        .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
+        .op_imm32(&[0x66, 0x25], LIFE - 1) // and eax, the rounds of a life
+        .op_imm32(&[0x66, 0x3d], places) // cmp eax, places
+        .jump(0x76, "seen") // jbe
+        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x90]) // mov word [0x7014], 0x9000
+        .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
+    call(asm, "lost");
+    asm.op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
+        .op_imm32(&[0x66, 0x2d], places) // sub eax, places
+        .op(&[0x66, 0x3b, 0x06, 0x00, 0x90]) // cmp eax, [0x9000]
+        .jump(0x75, "lost"); // jne
+    asm.label("seen").op(&[0xc3]); // ret
+    // Too far for a short jump.
+    asm.label("lost")
+        .op_offset16(&[0xbb], "wrong")
+        .op(&[0xff, 0xe3]); // mov bx, wrong; jmp bx
+}
+
 /// The rest of the program comes behind the first sector in memory.
 fn load_the_rest(asm: &mut Asm) {
     asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7e]) // mov word [0x7014], 0x7e00
         .op_imm32(&[0x66, 0xc7, 0x06, 0x18, 0x70], REST as u32) // mov dword [0x7018], the sector
         .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
-    call(asm);
+    call(asm, "wrong");
 }
 
 /// The next life's number is written where the next one finds it, and its rounds begin after that.
@@ -193,17 +218,17 @@ fn begin_a_life(asm: &mut Asm) {
         .op(&[0x66, 0xa3, at[0], at[1]]) // mov [the last life], eax
         .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7c]) // mov word [0x7014], 0x7c00
         .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
-    call(asm);
+    call(asm, "wrong");
     asm.op(&[0x66, 0xa1, at[0], at[1]]) // mov eax, [the last life]
         .op(&[0x66, 0xa3, 0x00, 0x70]); // mov [0x7000], eax
 }
 
-/// The firmware carries the packet out, or the guest stops.
-fn call(asm: &mut Asm) {
+/// The firmware carries the packet out, or the guest goes there.
+fn call(asm: &mut Asm, otherwise: &'static str) {
     asm.op(&[0xbe, 0x10, 0x70]) // mov si, 0x7010
         .op(&[0x8a, 0x16, 0x08, 0x70]) // mov dl, [0x7008]
         .op(&[0xcd, 0x13]) // int 0x13
-        .jump(0x72, "wrong"); // jc
+        .jump(0x72, otherwise); // jc
 }
 
 #[cfg(test)]
