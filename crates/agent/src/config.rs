@@ -126,7 +126,10 @@ pub enum BootRule {
 /// A further key is a person's typo here; on its way to a controller it would be a newer version's.
 fn datastores_as_written<'de, D: Deserializer<'de>>(from: D) -> Result<Datastores, D::Error> {
     #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
+    #[serde(
+        deny_unknown_fields,
+        expecting = "a table, such as { path = \"/srv/fast\" }"
+    )]
     struct Written {
         path: String,
         #[serde(default)]
@@ -457,6 +460,8 @@ mod tests {
             "{error}"
         );
         let with = |store: &str| parse(&format!("{PLAIN}[datastores]\nfast = {store}\n"));
+        let natural = with("\"/srv/fast\"").unwrap_err();
+        assert!(natural.contains("a table, such as { path ="), "{natural}");
         let fast = with("{ path = \"/srv/fast\", shared = true }").unwrap();
         assert!(fast.datastores.values().all(|store| store.shared));
         let error = with("{ path = \"/srv/fast\", share = true }").unwrap_err();

@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use godwit_e2e::stack::{Plan, SOON, Stack, names};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -336,6 +337,53 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
     goes_on_at(&stack, "one", "b")?;
     ok(&["vm", "pause", "one"])?;
     image_has_all_at(&stack, "one", (moved, "b"))?;
+    stack.remove("one")
+}
+
+#[test]
+fn whoever_follows_a_disk_s_move_hears_of_its_end_though_agent_and_controller_begin_anew()
+-> Result<()> {
+    let mut plan = Plan::default();
+    plan.hosts[0].config = "datastores = { fast = { path = \"/var/tmp/fast\" } }\n".into();
+    let stack = Stack::new("movefollowed", &plan)?;
+    let image = make_image(&stack, "root")?;
+    // Enough for some seconds at the cap; zeroes would not be copied.
+    let file = File::options()
+        .write(true)
+        .open(stack.inside("a", &image)?)?;
+    file.write_all_at(&vec![7; 3 << 20], 1 << 20)?;
+    stack.make_directory("a", "/var/tmp/fast")?;
+    let file = describe(&stack, "one", &disk(&image))?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    stack.ok("controller", &["vm", "start", "one", "--on", "a"])?;
+    goes_on(&stack, "one")?;
+    let slowly = [
+        "vm",
+        "move-disk",
+        "one",
+        "--to",
+        "fast",
+        "--max-bandwidth",
+        "3",
+    ];
+    let followed = std::thread::scope(|scope| {
+        let followed = scope.spawn(|| stack.run("controller", &slowly));
+        stack.until("it is copied", SOON, || {
+            let listed = stack.ok("controller", &["vm", "move-disk", "one", "--list"])?;
+            Ok(listed.contains("under way"))
+        })?;
+        stack.restart_daemon("a")?;
+        stack.restart_daemon("controller")?;
+        followed
+            .join()
+            .map_err(|_| anyhow::anyhow!("the command broke off"))?
+    })?;
+    let is_told = "is /var/tmp/fast/one-root.raw now";
+    ensure!(
+        followed.code == Some(0) && followed.stdout.contains(is_told),
+        "{followed:?}"
+    );
+    goes_on(&stack, "one")?;
     stack.remove("one")
 }
 

@@ -280,7 +280,11 @@ impl Mirroring {
             }
             (outcome, _) => {
                 let range = copy.range;
-                let reason = format!("its bytes {range:?} cannot be read ({outcome:?})");
+                let why = match outcome {
+                    Outcome::Failed(errno) => errno.to_string(),
+                    _ => "no bytes came".to_owned(),
+                };
+                let reason = format!("its bytes {range:?} cannot be read: {why}");
                 self.course.fail(reason);
             }
         }

@@ -226,7 +226,9 @@ fn movable(name: &VmName, place: &Place, shown: VmState) -> Outcome<HostVm> {
         ),
         _ => (
             "off",
-            format!("start it on the other host with 'godwit vm start {name} --on HOST'"),
+            format!(
+                "start it with 'godwit vm start {name}' first; one without a disk of its own may start on the other host (--on HOST)"
+            ),
         ),
     };
     refuse(

@@ -15,10 +15,12 @@ use godwit_rpc::ControllerClient;
 use godwit_types::ErrorCode;
 use godwit_types::VmName;
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, MoveDisks};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often the controller is asked how far it is.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Where nobody answers for so long, that is told.
+const SILENT_MAX: Duration = Duration::from_secs(60);
 
 pub(super) async fn move_disk(
     arguments: VmMoveDisk,
@@ -107,7 +109,7 @@ async fn follow(
             shown.show(&disk.disk, done, disk.total_bytes, disk.eta_s);
         }
         tokio::time::sleep(LOOK_EVERY).await;
-        moves = client.disk_moves(vm).await.map_err(failure)?;
+        moves = look(client, vm).await?;
         if !names
             .iter()
             .all(|name| moves.disks.iter().any(|disk| disk.disk == *name))
@@ -119,6 +121,30 @@ async fn follow(
         }
     }
     Ok(moves)
+}
+
+/// How far it is, once somebody answers who knows: the move goes on while an agent or the controller begins anew.
+async fn look(client: &ControllerClient, vm: &VmName) -> Result<DiskMoves, Failure> {
+    let until = Instant::now() + SILENT_MAX;
+    loop {
+        let error = match client.disk_moves(vm).await {
+            Ok(moves) => return Ok(moves),
+            Err(error) => error,
+        };
+        let code = error.code();
+        let is_final = [
+            ErrorCode::UnknownVm,
+            ErrorCode::NotAllowed,
+            ErrorCode::InvalidRequest,
+        ];
+        if is_final.contains(&code) || Instant::now() >= until {
+            let message = format!(
+                "{error}; the move goes on by itself, and 'godwit vm move-disk {vm} --list' tells how far it is"
+            );
+            return Err(Failure::new(code, message));
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
 }
 
 fn sentence(vm: &VmName, disk: &DiskMove) -> String {
