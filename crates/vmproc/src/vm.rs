@@ -17,7 +17,9 @@ use crate::shared_report::SharedReport;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
+use godwit_ownership::{
+    Action, Event, EventKind, PeerMessage, Phase, StateName, Status, Timer, VmCore,
+};
 use godwit_qemu::rate::Rate;
 use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmAnswer, VmProcessConfig};
@@ -222,11 +224,16 @@ impl Vm {
         self.busy_at.elapsed() > IDLE_MAX
     }
 
+    /// Whether nothing of the VM is or may be on this host: where something is, the agent begins another process at once.
+    fn is_needless(&self) -> bool {
+        self.core.record().phase == Phase::Absent && !self.paths.disks().exists()
+    }
+
     fn take(&mut self, input: Input) {
         match input {
             Input::Now(request) => {
-                // Whoever only looks, again and again, keeps no process that has nothing to do.
-                if !matches!(request.ask, Now::Status) {
+                // Whoever only looks, again and again, keeps no process of a VM that is not here and left nothing.
+                if !(matches!(request.ask, Now::Status) && self.is_needless()) {
                     self.busy_at = Instant::now();
                 }
                 let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);

@@ -53,10 +53,11 @@ pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<Dis
     Ok(making)
 }
 
-/// A description that is older than its holder's, as one from a backup is, may ask for disks that are made and elsewhere by now: the guest would
-/// begin with an empty one.
+/// Where this controller knows of no start, as one from a backup may, a description may ask for disks that are made and elsewhere by now: the
+/// guest would begin with an empty one.
 fn know_those_that_are_made(plan: &mut Plan) -> Outcome<()> {
-    let Some(held) = plan.held.as_ref().and_then(|held| held.vm.as_ref()) else {
+    let held = plan.held.as_ref().and_then(|held| held.vm.as_ref());
+    let Some(held) = held.filter(|_| plan.entry.resolved.is_none()) else {
         return Ok(());
     };
     for spec in [&mut plan.entry.spec, &mut plan.resolved] {

@@ -1,7 +1,7 @@
 //! Whether an image that no disk has had yet is raw, which is all that a disk can be.
 //!
-//! Owns nothing. Refuses: what its first bytes call another format. Once it is a disk its guest may have written anything there, so it is not
-//! looked at again.
+//! Owns nothing. Refuses: what its first bytes call another format. Once it is a disk its guest may have written anything there, so whoever knows
+//! it as one does not ask.
 
 use godwit_blockio::{Buffer, holder};
 use godwit_qemu::qcow2::{Format, format_of};
@@ -20,13 +20,13 @@ pub(super) fn must_be_raw(image: &File, path: &str) -> Result<(), String> {
     let mut head = Buffer::zeroed(HEAD);
     // What cannot be read is told when it is served.
     let length = image.read_at(head.bytes_mut(), 0).unwrap_or_default();
-    let format = format_of(head.bytes().get(..length).unwrap_or_default());
-    if format == Ok(Format::Raw) {
-        return Ok(());
+    match format_of(head.bytes().get(..length).unwrap_or_default()) {
+        Ok(Format::Raw) => Ok(()),
+        Ok(Format::Qcow2 { .. }) => Err(format!(
+            "the image {path} is no raw image but a qcow2 one: give the disk another path, and `from = \"{path}\"` if it is to begin with what that one holds"
+        )),
+        Err(why) => Err(format!("the image {path} is no raw image: {why}")),
     }
-    Err(format!(
-        "the image {path} is no raw image: give the disk another path, and `from = \"{path}\"` if it is to begin with what that one holds"
-    ))
 }
 
 #[cfg(test)]

@@ -81,13 +81,18 @@ impl Former<'_> {
             None => None,
         };
         Ok(match (says, self.known) {
-            (Some(says), Some(known)) if says == *known => Is::It,
+            (Some(says), Some(known)) if is_same(&says, known) => Is::It,
             (Some(_), Some(_)) => Is::Another,
             _ if found == self.image => Is::It,
             _ if found.1 == self.image.1 => Is::Unknown,
             _ => Is::Another,
         })
     }
+}
+
+/// Under which generation counts for nothing: a hypervisor that goes on under a later one takes the image no other time.
+fn is_same(says: &KnownImage, known: &KnownImage) -> bool {
+    (&says.image, says.taken) == (&known.image, known.taken)
 }
 
 /// What a file says of the disk whose image it is; nothing where it says nothing that can be read.

@@ -379,7 +379,9 @@ impl Served {
 
     /// Tries again, now and then, to remove a copy that could not be removed: it may take the room that others need.
     pub(super) fn clean_up_again(self: &Arc<Self>) {
-        if self.what().copying.is_some() && self.moves.may_clean() {
+        // Whoever has the turn may be in the hands of storage: no second one waits behind it.
+        let is_free = self.moves.turn.try_lock().is_ok();
+        if is_free && self.what().copying.is_some() && self.moves.may_clean() {
             self.clean_up();
         }
     }

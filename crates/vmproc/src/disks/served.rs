@@ -511,7 +511,8 @@ impl Served {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
         };
-        if taking == Some(Taking::Anew) && made.is_none() {
+        let is_new = made.is_none() && self.known_of(&self.what(), &spec.name).is_none();
+        if is_new && taking == Some(Taking::Anew) {
             must_be_raw(&file, &spec.path).map_err(|why| refused(&why))?;
         }
         if !spec.read_only {

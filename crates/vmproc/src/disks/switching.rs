@@ -149,15 +149,16 @@ impl Served {
     /// From here on the second image is the disk.
     fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
+        // What is not written down yet counts, too.
+        let known = self.known_of(&self.what(), &place.disk);
         self.keep_no_more(&place.disk);
         let written = self.change(|what| {
             what.copying = None;
-            let known = what.known.iter().find(|known| known.disk == place.disk);
             what.left.push(Left {
                 disk: place.disk.clone(),
                 path: going.spec.path.clone(),
                 image: going.image,
-                known: known.cloned(),
+                known,
                 followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {
