@@ -70,7 +70,7 @@ async fn a_vm_whose_state_does_not_let_it_move_is_refused_with_what_helps() {
         (VmState::Paused, "godwit vm resume web"),
         (VmState::Panicked, "godwit vm reset web"),
         (VmState::Crashed, "godwit vm stop web"),
-        (VmState::Stopped, "godwit vm start web --on HOST"),
+        (VmState::Stopped, "godwit vm start web' first"),
         (VmState::Incoming, "godwit vm show web"),
     ];
     for (state, helps) in cases {
