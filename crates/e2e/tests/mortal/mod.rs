@@ -221,7 +221,10 @@ impl Mortal {
         let record = std::fs::read_to_string(host.state_dir().join("disks.json"));
         println!("  {} has {}", host.name, record.unwrap_or_default());
         for image in self.images()? {
-            let found = std::fs::metadata(&image)?;
+            // Its VM process may have removed it just now.
+            let Ok(found) = std::fs::metadata(&image) else {
+                continue;
+            };
             let (device, inode) = (found.dev(), found.ino());
             println!("  {} is {device}, {inode}", image.display());
         }
