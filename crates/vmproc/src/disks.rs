@@ -146,20 +146,7 @@ impl Disks {
                 );
                 return Err(ApiError::new(ErrorCode::NotMigratable, message));
             }
-            None => ServedDisks {
-                launch,
-                ram: identity,
-                uid: 0,
-                gid: 0,
-                queues: 1,
-                disks: Vec::new(),
-                images: Vec::new(),
-                arriving: None,
-                leaving: None,
-                copying: None,
-                left: Vec::new(),
-                known: Vec::new(),
-            },
+            None => ServedDisks::none(launch, identity),
         };
         let served = Arc::new(Served::new(config, paths, what, ram, held));
         let was_handed = handed.is_some();
@@ -384,6 +371,26 @@ impl Disks {
         }
         served.clean_up_again();
         true
+    }
+}
+
+impl ServedDisks {
+    /// Of a QEMU without disks.
+    fn none(launch: u64, ram: (u64, u64)) -> Self {
+        Self {
+            launch,
+            ram,
+            uid: 0,
+            gid: 0,
+            queues: 1,
+            disks: Vec::new(),
+            images: Vec::new(),
+            arriving: None,
+            leaving: None,
+            copying: None,
+            left: Vec::new(),
+            known: Vec::new(),
+        }
     }
 }
 

@@ -36,18 +36,11 @@ impl Left {
             ..Arrival::of(&id(migration))
         });
         let what = ServedDisks {
-            launch: 1,
-            ram: (0, 0),
-            uid: 0,
-            gid: 0,
-            queues: 1,
             disks: vec![disk],
             images: vec![image],
             arriving,
             leaving: leaving.map(id),
-            copying: None,
-            left: Vec::new(),
-            known: Vec::new(),
+            ..ServedDisks::none(1, (0, 0))
         };
         let paths = Paths::of(&site.config);
         std::fs::create_dir_all(&paths.state).unwrap();

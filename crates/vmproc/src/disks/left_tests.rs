@@ -35,18 +35,9 @@ impl Dead {
             spec,
         };
         let mut served = ServedDisks {
-            launch: 1,
-            ram: (0, 0),
-            uid: 0,
-            gid: 0,
-            queues: 1,
             disks: dead.spec.disks.clone(),
             images: vec![dead.identity("old")],
-            arriving: None,
-            leaving: None,
-            copying: None,
-            left: Vec::new(),
-            known: Vec::new(),
+            ..ServedDisks::none(1, (0, 0))
         };
         what(&dead, &mut served);
         save_json(&dead.paths.disks(), &served).unwrap();

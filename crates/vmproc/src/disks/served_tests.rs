@@ -52,18 +52,8 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
         known: None,
     };
     let what = ServedDisks {
-        launch: 1,
-        ram: (0, 0),
-        uid: 0,
-        gid: 0,
-        queues: 1,
-        disks: Vec::new(),
-        images: Vec::new(),
-        arriving: None,
-        leaving: None,
         copying: Some(copying.clone()),
-        left: Vec::new(),
-        known: Vec::new(),
+        ..ServedDisks::none(1, (0, 0))
     };
     let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
     std::fs::create_dir_all(&site.paths.state).unwrap();
