@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{fill_beside_writes, numbers, read_all, request_of, volume, write_of};
+use common::{fill_beside_writes, numbers, read_all, request_of, turn_mirrored, volume, write_of};
 use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{
     Access, Arriving, Buffer, Data, Engine, Filter, Flow, Image, Outcome, Request, SecondImage,
@@ -353,12 +353,7 @@ fn writes_that_a_filter_above_makes_are_on_both_images_whatever_it_knows_them_by
             };
             stack.submit(one, Instant::now());
         }
-        stack.turn(None, &mut Vec::new()).unwrap();
-        assert_eq!(course.failure(), None);
-        while let Some((_, outcome)) = stack.finished() {
-            assert_eq!(outcome, Outcome::Done);
-            finished += 1;
-        }
+        finished += turn_mirrored(&mut stack, &course);
     }
     assert_eq!(finished, token);
     assert!(read_all(&from) == read_all(&to), "they differ");

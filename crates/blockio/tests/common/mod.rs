@@ -89,6 +89,18 @@ pub fn write_of(start: u64, len: u64, fill: u8, token: u64) -> Request {
     request_of(Work::Write(start..start + len), Data::Own(buffer), token)
 }
 
+/// Takes one turn, in which nothing fails. Returns how many requests were done in it.
+pub fn turn_mirrored(stack: &mut Stack<Engine>, course: &Course) -> u64 {
+    stack.turn(None, &mut Vec::new()).unwrap();
+    assert_eq!(course.failure(), None);
+    let mut finished = 0;
+    while let Some((_, outcome)) = stack.finished() {
+        assert_eq!(outcome, Outcome::Done);
+        finished += 1;
+    }
+    finished
+}
+
 /// Fills a second image while somebody writes so often to the first, in blocks of this size and much of it in one place.
 pub fn fill_beside_writes(
     (from, to): (&Path, &Path),
@@ -118,12 +130,7 @@ pub fn fill_beside_writes(
             };
             stack.submit(one, Instant::now());
         }
-        stack.turn(None, &mut Vec::new()).unwrap();
-        assert_eq!(course.failure(), None);
-        while let Some((_, outcome)) = stack.finished() {
-            assert_eq!(outcome, Outcome::Done);
-            finished += 1;
-        }
+        finished += turn_mirrored(&mut stack, &course);
     }
     second.sync().unwrap();
     assert!(finished == token && is_equal());
