@@ -5,7 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{Estimate, SecondImage};
+use crate::SecondImage;
+use crate::estimate::{Estimate, Seen};
+use crate::filters::Bottleneck;
 
 /// Images that get no nearer to being equal for so long are given up.
 pub const NO_NEARER: Duration = Duration::from_secs(120);
@@ -110,11 +112,16 @@ impl<'a> Approach<'a> {
         self.equal_since = course
             .is_synchronised()
             .then(|| self.equal_since.unwrap_or(now));
+        let seen = Seen {
+            left,
+            guest: course.guest_writes(),
+            destination_limits: course.wait_times().bottleneck() == Some(Bottleneck::Writes),
+        };
         let is_close =
             |since| second.is_close() || now.saturating_duration_since(since) >= PATIENCE;
         Ok(Progress {
             left,
-            eta_s: self.estimate.seconds(now, left),
+            eta_s: self.estimate.seconds(now, seen),
             is_close: self.equal_since.is_some_and(is_close),
         })
     }

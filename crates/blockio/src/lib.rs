@@ -38,7 +38,6 @@ pub use arriving::Arriving;
 pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;
-use estimate::Estimate;
 pub use filter::{Filter, Flow};
 pub use image::{Access, Alignment, Identity, Image};
 pub use image_lock::take as lock_file;

@@ -214,12 +214,14 @@ impl Bench {
             );
         }
         let course = by_tenths(&ended.done, (asked - BEFORE_S).max(0.0), done + AFTER_S);
+        let said = moved.estimates.iter();
+        let said = said.map(|(when, left, eta_s)| (at(*when) - asked, *left, *eta_s));
         note(row, latencies("during_", &during));
         note(
             row,
             json!({
                 "report": moved.report, "iops_by_tenths": course, "course_begins_s": -BEFORE_S.min(asked),
-                "switching_s": switching - asked,
+                "switching_s": switching - asked, "estimates": said.collect::<Vec<_>>(),
             }),
         );
     }

@@ -20,11 +20,24 @@ pub(super) struct Shared {
     /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
     pub(super) lost: Mutex<Vec<Range<u64>>>,
     pub(super) left_bytes: AtomicU64,
+    /// Bytes that the guest wrote since it was put in place,
+    pub(super) guest_bytes: AtomicU64,
+    /// and those of them that went to both sides.
+    pub(super) mirrored_bytes: AtomicU64,
     /// Bytes that are zero on both sides.
     pub(super) zero: Mutex<Vec<Range<u64>>>,
     pub(super) failure: Mutex<Option<String>>,
     pub(super) pace: Pace,
     pub(super) wait_times: Mutex<WaitTimes>,
+}
+
+/// Bytes that a guest wrote to a disk that is copied.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GuestWrites {
+    /// To one side or to both,
+    pub bytes: u64,
+    /// and what the destination got of it, too.
+    pub mirrored: u64,
 }
 
 impl Course {
@@ -73,6 +86,14 @@ impl Course {
     /// Bytes that are still to be copied.
     pub fn left_bytes(&self) -> u64 {
         self.0.left_bytes.load(Ordering::Relaxed)
+    }
+
+    /// What the guest wrote so far.
+    pub fn guest_writes(&self) -> GuestWrites {
+        GuestWrites {
+            bytes: self.0.guest_bytes.load(Ordering::Relaxed),
+            mirrored: self.0.mirrored_bytes.load(Ordering::Relaxed),
+        }
     }
 
     /// What the copying has waited for so far.

@@ -190,6 +190,9 @@ impl Mirroring {
     /// It goes down unchanged, with the guest's own buffers.
     fn leave_to_the_source(&mut self, id: u64, flow: &mut Flow<'_>) {
         if let Some(request) = self.writes.get_mut(&id).and_then(|write| write.0.take()) {
+            let bytes = request.data.len() as u64;
+            let written = &self.course.0.guest_bytes;
+            written.fetch_add(bytes, Ordering::Relaxed);
             self.below.insert((request.maker, request.token), id);
             flow.down(request);
         }
@@ -211,7 +214,12 @@ impl Mirroring {
             return Vec::new();
         };
         let (change, data) = match read_once(&request.data) {
-            Ok(Some(bytes)) => (Change::Written(Arc::clone(&bytes), 0), Data::Shared(bytes)),
+            Ok(Some(bytes)) => {
+                let (course, written) = (&self.course.0, bytes.len() as u64);
+                course.guest_bytes.fetch_add(written, Ordering::Relaxed);
+                course.mirrored_bytes.fetch_add(written, Ordering::Relaxed);
+                (Change::Written(Arc::clone(&bytes), 0), Data::Shared(bytes))
+            }
             Ok(None) => (Change::Zeroed, Data::None),
             // The guest's memory cannot be read: nothing is written anywhere.
             Err(error) => {

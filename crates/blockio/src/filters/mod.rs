@@ -10,7 +10,7 @@ mod pace;
 mod statistics;
 mod throttle;
 
-pub use course::Course;
+pub use course::{Course, GuestWrites};
 pub use delay::Delay;
 pub use fault::Fault;
 pub use mirroring::{Change, Mirroring, Origin, Outlet};
