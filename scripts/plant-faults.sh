@@ -210,7 +210,7 @@ disks() {
     mirror_model
     vhost_case memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
     vhost_case used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
-    vhost_case parked-request-lost disk a_guest_that_was_stopped_with_a_full_disk_has_its_write_done_when_it_goes_on
+    vhost_case parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
     e2e_case disks length-not-durable disk_power_cuts the_length_of_a_disk_that_was_made_larger_survives_a_power_cut

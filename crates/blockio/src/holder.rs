@@ -268,6 +268,24 @@ mod tests {
     }
 
     #[test]
+    fn a_text_that_is_longer_than_any_of_ours_is_read_as_no_record_and_is_let_go() {
+        let image = image();
+        fsetxattr(
+            &image,
+            name_of(1),
+            &[b'x'; TEXT_MAX + 1],
+            XattrFlags::CREATE,
+        )
+        .unwrap();
+        assert_eq!(text(&image).unwrap().as_bytes(), TOO_LONG);
+        forget(image.as_fd()).unwrap();
+        assert_eq!(text(&image).unwrap(), "");
+        let now = read(image.as_fd()).unwrap();
+        assert!(replace(image.as_fd(), now.as_ref(), b"next").unwrap());
+        assert_eq!(text(&image).unwrap(), "next");
+    }
+
+    #[test]
     fn who_read_it_before_it_was_taken_off_replaces_nothing() {
         let image = image();
         assert!(replace(image.as_fd(), None, b"a").unwrap());

@@ -62,7 +62,7 @@ impl Device {
                 return Err(refused(request, "it takes what was not offered"));
             }
             Message::SetMemTable(regions) => self.set_memory(regions, fds)?,
-            Message::SetBackendReqFd => self.back_channel = fds.into_iter().next(),
+            Message::SetBackendReqFd => self.session.back_channel = fds.into_iter().next(),
             Message::SetInflightFd(told) => {
                 let fd = fds.into_iter().next();
                 let fd = fd.ok_or_else(|| refused(request, "nothing came with it"))?;
@@ -118,7 +118,7 @@ impl Device {
     }
 
     fn answer(&self, request: u32, body: &[u8]) -> Result<(), Error> {
-        match &self.connection {
+        match &self.session.connection {
             Some(connection) => connection.answer(request, body, None),
             None => Err(Error::Closed),
         }
@@ -158,7 +158,7 @@ impl Device {
         );
         // A compiler's padding, which QEMU has in its structure.
         body.extend([0; 4]);
-        let connection = self.connection.as_ref().ok_or(Error::Closed)?;
+        let connection = self.session.connection.as_ref().ok_or(Error::Closed)?;
         connection.answer(request::GET_INFLIGHT_FD, &body, Some(made.as_fd()))?;
         self.guest.inflight = Some(made);
         Ok(())
@@ -167,14 +167,14 @@ impl Device {
     /// The answer comes once nothing of the queue is under way.
     fn end_queue(&mut self, vring: &Vring) -> Result<(), Error> {
         let request = request::GET_VRING_BASE;
-        if self.ending.is_some() {
+        if self.session.ending.is_some() {
             return Err(Error::Message {
                 request,
                 reason: "another queue is just being ended".to_owned(),
             });
         }
         self.queue(vring.queue, request)?.ending = true;
-        self.ending = Some(vring.queue);
+        self.session.ending = Some(vring.queue);
         Ok(())
     }
 
@@ -205,14 +205,14 @@ impl Device {
             })
             .collect();
         self.guest.memory = device_memory(&self.guest.ram, &places)?;
-        self.regions = regions;
+        self.session.regions = regions;
         Ok(())
     }
 
     fn set_place(&mut self, address: &RingAddress) -> Result<(), Error> {
         // A guest's driver may choose a place that is no memory: its queue is broken when it begins.
         let guest = |qemu: u64| {
-            self.regions.iter().find_map(|region| {
+            self.session.regions.iter().find_map(|region| {
                 let inside = qemu.checked_sub(region.qemu)?;
                 (inside < region.bytes).then(|| region.guest.saturating_add(inside))
             })

@@ -13,17 +13,17 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use godwit_blockio::{Access, Engine, Event, Filter, Image, Stack};
-use godwit_guestmem::{DeviceMemory, RamFile};
+use godwit_guestmem::RamFile;
 
 use crate::Error;
 use crate::block::Geometry;
 use crate::connection::Connection;
-use crate::full::Full;
 use crate::handle::{Command, Status};
 use crate::handover::Handover;
 use crate::listener::Listener;
-use crate::message::{Region, Vring, request};
+use crate::message::{Vring, request};
 use crate::queue::{Guest, Queue, must_be_eventfd};
+use crate::session::Session;
 
 pub(crate) const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
@@ -78,7 +78,8 @@ impl Settings {
     }
 }
 
-/// What the thread has.
+/// What the thread has. What QEMU says over a connection belongs to `guest`, `queues` or `session`, which are made anew when it
+/// ends; all else outlives it.
 pub(crate) struct Device {
     pub(crate) name: String,
     /// Ends before the image does: its path belongs to whoever has that.
@@ -86,28 +87,14 @@ pub(crate) struct Device {
     pub(crate) stack: Stack<Engine>,
     pub(crate) guest: Guest,
     pub(crate) queues: Vec<Queue>,
-    pub(crate) regions: Vec<Region>,
-    pub(crate) connection: Option<Connection>,
-    /// On which QEMU hears of a changed configuration.
-    pub(crate) back_channel: Option<OwnedFd>,
-    /// The queue whose end QEMU waits for.
-    pub(crate) ending: Option<u32>,
+    pub(crate) session: Session,
     /// When the socket is tried again.
     pub(crate) listen_again: Option<Instant>,
-    /// When QEMU connected, until it says something.
-    pub(crate) mute_since: Option<Instant>,
-    /// Whether QEMU may have said more than was heard.
-    pub(crate) has_more_to_hear: bool,
-    /// Whether another program may go on with the connection: what QEMU says is for that one.
-    pub(crate) is_handed_over: bool,
-    /// Whether this front end was told of the disk's size, which may be another than its predecessor said.
-    pub(crate) told_size: bool,
     /// The queue that is looked at first.
     first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
     pub(crate) waits_for_room: bool,
-    pub(crate) full: Full,
     /// Whether a sync has failed of which the guest has not heard.
     pub(crate) lost_sync: bool,
     pub(crate) held: bool,
@@ -130,38 +117,18 @@ impl Device {
     /// On the thread that will run it. QEMU can connect once this has returned.
     pub(crate) fn new(settings: Settings) -> Result<Self, Error> {
         settings.check()?;
-        let count = settings.geometry.queues;
         let engine = Engine::new(settings.image)?;
-        let memory = DeviceMemory::default();
         let mut device = Self {
             name: settings.name,
             listener: Listener::new(settings.socket, settings.owner),
             stack: Stack::new(settings.filters, engine),
-            guest: Guest {
-                ram: settings.ram,
-                memory,
-                geometry: settings.geometry,
-                inflight: None,
-                features: 0,
-                by_index: false,
-                durable: false,
-                enables: false,
-                life: 0,
-            },
-            queues: (0..count).map(Queue::new).collect(),
-            regions: Vec::new(),
-            connection: None,
-            back_channel: None,
-            ending: None,
+            queues: Queue::all(&settings.geometry),
+            guest: Guest::new(settings.ram, settings.geometry, 0),
+            session: Session::default(),
             listen_again: None,
-            mute_since: None,
-            has_more_to_hear: false,
-            is_handed_over: false,
-            told_size: false,
             first: 0,
             opens_at: None,
             waits_for_room: settings.waits_for_room,
-            full: Full::default(),
             lost_sync: false,
             held: false,
             stands: 0,
@@ -193,7 +160,7 @@ impl Device {
         let mut more = false;
         loop {
             self.listen_or_try_again();
-            let until = match more || self.has_more_to_hear {
+            let until = match more || self.session.has_more_to_hear {
                 true => Some(Instant::now()),
                 false => {
                     let times = [self.opens_at, self.listen_again, self.tries_parked_at()];
@@ -209,7 +176,7 @@ impl Device {
                     self.happened(event);
                 }
             }
-            if self.has_more_to_hear {
+            if self.session.has_more_to_hear {
                 self.hear();
             }
             while let Ok(command) = commands.try_recv() {
@@ -258,8 +225,8 @@ impl Device {
         let token = SOCKET | u64::from(self.guest.life) << 32;
         match self.stack.bottom.watch(connection.as_fd(), token) {
             Ok(()) => {
-                self.connection = Some(connection);
-                self.mute_since = Some(Instant::now());
+                self.session.connection = Some(connection);
+                self.session.mute_since = Some(Instant::now());
             }
             Err(error) => tracing::warn!(disk = self.name, %error, "a front end was not taken"),
         }
@@ -267,18 +234,18 @@ impl Device {
 
     /// Hears what QEMU has said, up to a number of messages: the rest after the next look at the queues.
     fn hear(&mut self) {
-        self.has_more_to_hear = false;
-        if self.is_handed_over {
+        self.session.has_more_to_hear = false;
+        if self.session.is_handed_over {
             return;
         }
         for _ in 0..MESSAGES {
-            let Some(connection) = &mut self.connection else {
+            let Some(connection) = &mut self.session.connection else {
                 return;
             };
             let heard = match connection.receive() {
                 Ok(None) => return,
                 Ok(Some(received)) => {
-                    self.mute_since = None;
+                    self.session.mute_since = None;
                     self.carry_out(received)
                 }
                 Err(error) => Err(error),
@@ -288,7 +255,7 @@ impl Device {
                 return;
             }
         }
-        self.has_more_to_hear = true;
+        self.session.has_more_to_hear = true;
     }
 
     /// QEMU is gone, or not to be listened to any longer. What is under way ends, and is answered by nobody; the in-flight
@@ -310,21 +277,7 @@ impl Device {
         for number in 0..self.queues.len() {
             self.end(number);
         }
-        self.queues.iter_mut().for_each(Queue::forget);
-        // As what is under way: the in-flight area has them.
-        self.full = Full::default();
-        self.connection = None;
-        self.back_channel = None;
-        self.ending = None;
-        self.mute_since = None;
-        (self.has_more_to_hear, self.told_size) = (false, false);
-        let guest = &mut self.guest;
-        guest.inflight = None;
-        guest.memory = DeviceMemory::default();
-        guest.features = 0;
-        (guest.by_index, guest.durable, guest.enables) = (false, false, false);
-        guest.life = guest.life.wrapping_add(1);
-        self.regions.clear();
+        self.end_session();
     }
 
     /// Takes a queue's ring and descriptors away.
@@ -365,7 +318,7 @@ impl Device {
         if let Some(queue) = self.queues.get_mut(number) {
             queue.interrupt();
         }
-        match std::mem::replace(&mut self.told_size, true) {
+        match std::mem::replace(&mut self.session.told_size, true) {
             true => Ok(()),
             false => self.tell_size(),
         }
@@ -396,7 +349,7 @@ impl Device {
             self.opens_at = None;
             return false;
         }
-        let takes = !self.held && self.stands == 0 && !self.full.is_full();
+        let takes = !self.held && self.stands == 0 && !self.session.full.is_full();
         let count = self.queues.len();
         let mut more = false;
         for turn in 0..count {
@@ -462,7 +415,7 @@ impl Device {
 
     /// Tells QEMU that a queue has ended, once nothing of it is under way.
     fn answer_end(&mut self) {
-        let Some(number) = self.ending else {
+        let Some(number) = self.session.ending else {
             return;
         };
         let index = number as usize;
@@ -470,7 +423,7 @@ impl Device {
         if !is_done && !self.only_waits(index) {
             return;
         }
-        self.ending = None;
+        self.session.ending = None;
         self.leave_parked(index);
         self.end(index);
         let value = self.queues.get(index).map_or(0, |queue| queue.base.into());
@@ -479,7 +432,7 @@ impl Device {
             value,
         };
         let body = [vring.queue, vring.value].map(u32::to_le_bytes).concat();
-        let Some(connection) = &self.connection else {
+        let Some(connection) = &self.session.connection else {
             return;
         };
         if let Err(error) = connection.answer(request::GET_VRING_BASE, &body, None) {
@@ -555,10 +508,10 @@ impl Device {
 
     fn status(&self) -> Status {
         Status {
-            connected: self.connection.is_some(),
+            connected: self.session.connection.is_some(),
             life: self.guest.life,
-            full_for: self.full.longest(),
-            mute_for: self.mute_since.map(|since| since.elapsed()),
+            full_for: self.session.full.longest(),
+            mute_for: self.session.mute_since.map(|since| since.elapsed()),
             running: self.queues.iter().filter(|queue| queue.runs()).count(),
             under_way: self.stack.under_way(),
             unanswered: self.left_in_area()

@@ -66,13 +66,13 @@ impl Device {
     /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
     pub(crate) fn park(&mut self, request: Request) {
         let now = Instant::now();
-        if self.full.since.is_empty() && self.is_time_to_tell() {
+        if self.session.full.since.is_empty() && self.is_time_to_tell() {
             tracing::warn!(
                 disk = self.name,
                 "the image has no room left: the guest's requests wait until it has"
             );
         }
-        let full = &mut self.full;
+        let full = &mut self.session.full;
         full.since.entry(request.token).or_insert(now);
         if full.probe == Some(request.token) {
             full.probe = None;
@@ -83,45 +83,46 @@ impl Device {
 
     /// Tries one of them when it is time, and all others once it was done.
     pub(crate) fn try_parked(&mut self) {
-        if self.ending.is_some() && self.guest.inflight.is_none() {
+        if self.session.ending.is_some() && self.guest.inflight.is_none() {
             self.fail_parked();
         }
         let now = Instant::now();
         let is_time = self.tries_parked_at().is_some_and(|at| at <= now);
-        if is_time && let Some(request) = self.full.parked.pop_front() {
-            (self.full.probe, self.full.try_at) = (Some(request.token), None);
+        if is_time && let Some(request) = self.session.full.parked.pop_front() {
+            (self.session.full.probe, self.session.full.try_at) = (Some(request.token), None);
             self.stack.submit(request, now);
         }
     }
 
     /// Those get an error that cannot be left anywhere when their queue ends.
     fn fail_parked(&mut self) {
-        let all = std::mem::take(&mut self.full.parked);
+        let all = std::mem::take(&mut self.session.full.parked);
         let (kept, failed): (VecDeque<_>, VecDeque<_>) = all
             .into_iter()
             .partition(|request| self.may_park(queue_of(request.token)));
-        self.full.parked = kept;
+        self.session.full.parked = kept;
         for request in failed {
             self.answer_request(&request, Outcome::Failed(Errno::NOSPC));
         }
-        self.full.settle();
+        self.session.full.settle();
     }
 
     /// When one of them is tried; not while the disk is to rest, or its image is not its own.
     pub(crate) fn tries_parked_at(&self) -> Option<Instant> {
-        let rests = self.stands > 0 || self.held || self.ending.is_some() || !self.has_image;
-        self.full.try_at.filter(|_| !rests)
+        let rests =
+            self.stands > 0 || self.held || self.session.ending.is_some() || !self.has_image;
+        self.session.full.try_at.filter(|_| !rests)
     }
 
     /// A request has ended otherwise than for want of room. Where it is the one that was tried there is room again: what waits goes
     /// on before anything new is taken.
     pub(crate) fn let_parked_go(&mut self, ended: u64) {
-        if self.full.probe != Some(ended) {
+        if self.session.full.probe != Some(ended) {
             return;
         }
-        (self.full.probe, self.full.try_at) = (None, None);
+        (self.session.full.probe, self.session.full.try_at) = (None, None);
         let now = Instant::now();
-        for request in std::mem::take(&mut self.full.parked) {
+        for request in std::mem::take(&mut self.session.full.parked) {
             self.stack.submit(request, now);
         }
     }
@@ -136,7 +137,7 @@ impl Device {
             true => 0,
             false => queue.left_over(),
         };
-        let waiting = self.full.of_queue(number) + left_over;
+        let waiting = self.session.full.of_queue(number) + left_over;
         self.guest.inflight.is_some() && queue.unanswered() == waiting
     }
 
@@ -146,14 +147,17 @@ impl Device {
         if planted("parked-request-lost")
             && let (Some(inflight), Some(queue)) = (&self.guest.inflight, self.queues.get(number))
         {
-            let left = self.full.parked.iter().map(|request| request.token);
+            let left = self.session.full.parked.iter().map(|request| request.token);
             for token in left.filter(|token| !stays(*token)) {
                 inflight.answered(queue.number(), token as u16, queue.next());
             }
         }
-        self.full.parked.retain(|request| stays(request.token));
-        self.full.since.retain(|token, _| stays(*token));
-        self.full.settle();
+        self.session
+            .full
+            .parked
+            .retain(|request| stays(request.token));
+        self.session.full.since.retain(|token, _| stays(*token));
+        self.session.full.settle();
     }
 
     /// Requests that were left in the in-flight area when their queue ended.
@@ -167,7 +171,7 @@ impl Device {
 
     pub(crate) fn answer_request(&mut self, request: &Request, outcome: Outcome) {
         let (number, head) = (queue_of(request.token), request.token as u16);
-        self.full.since.remove(&request.token);
+        self.session.full.since.remove(&request.token);
         let queue = self.queues.get_mut(usize::from(number));
         let answered = queue.map(|queue| queue.finished(head, outcome, &self.guest));
         if let Some(Err(error)) = answered {

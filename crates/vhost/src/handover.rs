@@ -78,10 +78,10 @@ impl Device {
         if self.stands == 0 || !self.stack.is_idle() {
             return Err(busy);
         }
-        let Some(connection) = &self.connection else {
+        let Some(connection) = &self.session.connection else {
             return refused("QEMU is not connected to it");
         };
-        if self.ending.is_some() || !connection.is_between_messages() {
+        if self.session.ending.is_some() || !connection.is_between_messages() {
             return refused("QEMU is just speaking with it");
         }
         if self.guest.inflight.is_none() && self.queues.iter().any(|queue| queue.unanswered() > 0) {
@@ -91,7 +91,10 @@ impl Device {
         fds.push(connection)?;
         let inflight = self.guest.inflight.as_ref();
         inflight.map_or(Ok(()), |area| fds.push(area))?;
-        self.back_channel.iter().try_for_each(|fd| fds.push(fd))?;
+        self.session
+            .back_channel
+            .iter()
+            .try_for_each(|fd| fds.push(fd))?;
         let mut queues = Vec::new();
         for queue in &self.queues {
             queue.kick.iter().try_for_each(|fd| fds.push(fd))?;
@@ -106,17 +109,17 @@ impl Device {
                 call: queue.call.is_some(),
             });
         }
-        self.is_handed_over = true;
+        self.session.is_handed_over = true;
         let told = Told {
-            mute: self.mute_since.is_some(),
+            mute: self.session.mute_since.is_some(),
             features: self.guest.features,
-            regions: self.regions.clone(),
+            regions: self.session.regions.clone(),
             inflight: inflight.map(Inflight::area),
-            back_channel: self.back_channel.is_some(),
+            back_channel: self.session.back_channel.is_some(),
             lost_sync: self.lost_sync,
             queues,
         };
-        if let Some(connection) = &mut self.connection {
+        if let Some(connection) = &mut self.session.connection {
             connection.leave(true);
         }
         Ok(Handover { told, fds: fds.0 })
@@ -124,10 +127,10 @@ impl Device {
 
     /// Nobody else went on with it: what QEMU said meanwhile is heard.
     pub(crate) fn take_back(&mut self) {
-        if let Some(connection) = &mut self.connection {
+        if let Some(connection) = &mut self.session.connection {
             connection.leave(false);
         }
-        self.has_more_to_hear |= std::mem::take(&mut self.is_handed_over);
+        self.session.has_more_to_hear |= std::mem::take(&mut self.session.is_handed_over);
     }
 
     /// Goes on with a connection that another program had, as if QEMU had said all of it to this one.
@@ -138,18 +141,18 @@ impl Device {
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or_else(|| refused("a descriptor is missing"));
         self.connect(UnixStream::from(next()?));
-        if self.connection.is_none() {
+        if self.session.connection.is_none() {
             return Err(Error::Closed);
         }
         if !told.mute {
-            self.mute_since = None;
+            self.session.mute_since = None;
         }
         self.set_features(0, told.features)?;
         self.set_memory(told.regions, Vec::new())?;
         if let Some(area) = &told.inflight {
             self.guest.inflight = Some(Inflight::open(next()?, area)?);
         }
-        self.back_channel = match told.back_channel {
+        self.session.back_channel = match told.back_channel {
             true => Some(next()?),
             false => None,
         };

@@ -32,6 +32,7 @@ mod own_image;
 mod queue;
 pub mod ring;
 mod rouse;
+mod session;
 mod shared_area;
 mod unheard;
 

@@ -103,7 +103,7 @@ impl Drop for Listener {
 impl Device {
     /// One front end at a time, and none while requests of an earlier one are under way.
     pub(crate) fn listen(&mut self) -> Result<(), Error> {
-        let wanted = self.connection.is_none() && self.stack.under_way() == 0;
+        let wanted = self.session.connection.is_none() && self.stack.under_way() == 0;
         if wanted && !self.listener.is_open() {
             let watched = self.stack.bottom.watch(self.listener.open()?, LISTENER);
             // Whoever connects to a socket that nobody hears waits without end.
@@ -132,7 +132,7 @@ impl Device {
     }
 
     pub(crate) fn accept(&mut self) {
-        if self.connection.is_some() {
+        if self.session.connection.is_some() {
             return;
         }
         match self.listener.accept() {

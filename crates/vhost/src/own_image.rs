@@ -70,7 +70,7 @@ impl Device {
         if bytes != self.guest.geometry.bytes {
             self.guest.geometry.bytes = bytes;
             // QEMU does not listen while its guest or the disk stands still: it is told again when that begins.
-            self.told_size = false;
+            self.session.told_size = false;
             self.tell_size()?;
         }
         Ok(bytes)
@@ -78,7 +78,7 @@ impl Device {
 
     /// QEMU looks at the configuration anew, and tells the guest's driver if it has changed.
     pub(crate) fn tell_size(&self) -> Result<(), Error> {
-        match &self.back_channel {
+        match &self.session.back_channel {
             Some(channel) => {
                 let message = encode(request::CONFIG_CHANGED, false, &[]);
                 send(channel.as_fd(), &message, None)

@@ -24,7 +24,7 @@ use crate::{Error, RING_MAX};
 /// So many bytes are under way at most, and what one request has above that: each takes memory of the kernel's.
 const BYTES_MAX: u64 = 32 << 20;
 
-/// What the queues of a disk have in common.
+/// What the queues of a disk have in common. RAM file and geometry are the disk's own, all else is what a front end says.
 pub(crate) struct Guest {
     pub ram: Arc<RamFile>,
     pub memory: DeviceMemory,
@@ -40,6 +40,29 @@ pub(crate) struct Guest {
     pub enables: bool,
     /// Counts the connections, so that what belongs to an older one is known by its token.
     pub life: u16,
+}
+
+impl Guest {
+    /// Of whom no front end has said anything; so many connections were before.
+    pub(crate) fn new(ram: Arc<RamFile>, geometry: Geometry, life: u16) -> Self {
+        Self {
+            ram,
+            memory: DeviceMemory::default(),
+            geometry,
+            inflight: None,
+            features: 0,
+            by_index: false,
+            durable: false,
+            enables: false,
+            life,
+        }
+    }
+
+    /// The same guest for the next connection.
+    pub(crate) fn next(&self) -> Self {
+        let (ram, geometry) = (Arc::clone(&self.ram), self.geometry.clone());
+        Self::new(ram, geometry, self.life.wrapping_add(1))
+    }
 }
 
 /// A head that is under way.
@@ -74,7 +97,12 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    pub(crate) fn new(number: u16) -> Self {
+    /// Those of a disk, of which no front end has said anything.
+    pub(crate) fn all(geometry: &Geometry) -> Vec<Self> {
+        (0..geometry.queues).map(Self::new).collect()
+    }
+
+    fn new(number: u16) -> Self {
         Self {
             number,
             size: 0,
@@ -137,13 +165,6 @@ impl Queue {
         self.pending.iter_mut().for_each(|pending| *pending = None);
         (self.under_way, self.again) = (0, 0);
         self.left_over.clear();
-    }
-
-    /// As it was before QEMU said anything of it.
-    pub(crate) fn forget(&mut self) {
-        self.stop();
-        (self.size, self.base, self.place, self.enabled) = (0, 0, None, false);
-        (self.kick, self.call) = (None, None);
     }
 
     pub(crate) fn number(&self) -> u16 {
