@@ -9,6 +9,7 @@ use crate::vm::Vm;
 use godwit_guestmem::{Owner, RamFile};
 use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
+use godwit_testkit::testvol;
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
@@ -18,6 +19,7 @@ use godwit_types::{ApiError, Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -39,6 +41,21 @@ pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
 
 /// How long a test waits for what has to come.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Works on a thread with mounts of its own, by which volumes are mounted. Nothing where this machine lets nobody do so.
+pub(crate) fn apart(work: impl FnOnce(&OwnedFd) + Send) {
+    if let Some(why) = testvol::unavailable() {
+        return println!("skipped: {why}");
+    }
+    let inside = || match testvol::own_mounts() {
+        Ok(mounts) => work(&mounts),
+        Err(error) => println!("skipped: no mounts of one's own: {error}"),
+    };
+    std::thread::scope(|scope| {
+        let done = scope.spawn(inside).join();
+        done.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
 
 /// Held here, under the generation that a [`Site`]'s records have.
 pub(crate) fn holds(power: Power) -> Phase {

@@ -412,6 +412,13 @@ impl Served {
     }
 
     fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+        let (mirror, image) = self.make_equal(going)?;
+        reached("disk-move.equal");
+        self.go_over(going, &mirror, image)
+    }
+
+    /// Makes a second image that is equal to the first and has its name, durably.
+    fn make_equal(&self, going: &mut Going<'_>) -> Result<(Mirror, Image), Stopped> {
         let path = Path::new(&going.place.path);
         must_be_free(path)?;
         let disk = self.disk(going.index)?;
@@ -447,12 +454,21 @@ impl Served {
         });
         named?.sync()?;
         mirror.second.sync()?;
-        reached("disk-move.equal");
+        Ok((mirror, image))
+    }
+
+    /// The disk goes on with its second image. Returns how long it stood still for that.
+    fn go_over(
+        &self,
+        going: &Going<'_>,
+        mirror: &Mirror,
+        image: Image,
+    ) -> Result<Duration, Stopped> {
         let mut image = Some(image);
         let switched = switch_over(
             &mirror.second,
-            || self.wait_until_equal(going, &mirror),
-            || self.switch(going, &mirror, &mut image),
+            || self.wait_until_equal(going, mirror),
+            || self.switch(going, mirror, &mut image),
         );
         let (took, in_vain) = switched?.ok_or(NOT_KEPT_UP)?;
         Ok(in_vain + took)
@@ -506,3 +522,7 @@ fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
         Bottleneck::Cap => DiskMoveLimit::Cap,
     }
 }
+
+#[cfg(test)]
+#[path = "in_place_tests.rs"]
+mod tests;

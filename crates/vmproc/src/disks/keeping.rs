@@ -97,8 +97,10 @@ impl Served {
 
     /// Whether images that came with the guest have their names, which may not be durable yet.
     fn has_arrived(&self) -> bool {
-        let arriving = lock(&self.arriving);
-        arriving.as_ref().is_some_and(|arrival| arrival.is_here)
+        let what = self.what();
+        what.arriving
+            .as_ref()
+            .is_some_and(|arrival| arrival.is_here)
     }
 
     fn keep(&self) {
@@ -116,12 +118,7 @@ impl Served {
         }
         *lock(&self.filling) = Filling::default();
         keep_names(&self.what().disks).map_err(internal)?;
-        let arrived = lock(&self.arriving).take();
-        let written = self.change(|_| ());
-        if written.is_err() {
-            *lock(&self.arriving) = arrived;
-        }
-        written
+        self.change(|what| what.arriving = None)
     }
 
     fn keep_claims(&self) -> Result<(), ApiError> {

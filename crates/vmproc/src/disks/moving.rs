@@ -5,7 +5,7 @@
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
 use super::images::{give_names, keep_names};
-use super::served::Served;
+use super::served::{Arrival, Served};
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
@@ -77,8 +77,7 @@ impl Disks {
             synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
-        *lock(&self.0.leaving) = Some(spec.id.clone());
-        self.0.save()?;
+        self.0.change(|what| what.leaving = Some(spec.id.clone()))?;
         let (disks, pace) = (lock(&self.0.disks), Pace::at_most(cap_bytes_per_s));
         for (index, (disk, image)) in along {
             let named = spec.disks.iter().find(|named| named.name == disk.name);
@@ -121,22 +120,18 @@ impl Disks {
     /// they were whole, at the latest until then: storage may hang. They are this host's from then on, whatever generation follows.
     pub(crate) fn arrive(&self, generation: Generation, deadline: Instant) -> Result<(), String> {
         let served = &self.0;
-        let migration = match lock(&served.arriving).as_mut() {
+        let what = served.what();
+        let migration = match &what.arriving {
             None => return Ok(()),
             Some(arrival) if arrival.is_here => return Ok(()),
-            Some(arrival) if arrival.belongs_to(generation) => {
-                arrival.ours = true;
-                arrival.migration.clone()
-            }
+            Some(arrival) if arrival.belongs_to(generation) => arrival.migration.clone(),
             Some(_) => return Err("its disks are not whole on this host".to_owned()),
         };
-        let what = served.what();
+        served.amend_arrival(|arrival| arrival.ours = true);
         let arrived = begin("disk-name", move || give_names(&what.disks, &migration))
             .and_then(|arrived| wait(&arrived, deadline)?);
         let Err(why) = arrived else {
-            if let Some(arrival) = lock(&served.arriving).as_mut() {
-                arrival.is_here = true;
-            }
+            served.amend_arrival(|arrival| arrival.is_here = true);
             return Ok(());
         };
         if let Err(error) = served.save() {
@@ -171,13 +166,17 @@ impl Disks {
     /// Everything of them is here and durable: who holds the VM under this generation may use them.
     pub(crate) fn are_whole(&self, attempt: Generation) -> Result<(), ApiError> {
         let served = &self.0;
-        match lock(&served.arriving).as_mut() {
-            Some(arrival) => arrival.whole = Some(attempt),
-            None => return Ok(()),
+        let what = served.what();
+        if what.arriving.is_none() {
+            return Ok(());
         }
         served.names_are_free()?;
-        keep_names(&served.what().disks).map_err(internal)?;
-        served.save()
+        keep_names(&what.disks).map_err(internal)?;
+        served.change(|what| {
+            if let Some(arrival) = &mut what.arriving {
+                arrival.whole = Some(attempt);
+            }
+        })
     }
 
     /// What fills those that come with the VM.
@@ -240,13 +239,18 @@ impl Served {
         })
     }
 
+    /// Changes what is known of those that arrive; a change that follows writes it.
+    fn amend_arrival(&self, change: impl Fn(&mut Arrival)) {
+        self.amend(|what| what.arriving.iter_mut().for_each(change));
+    }
+
     /// What fills an image.
     pub(super) fn fills(
         &self,
         spec: &DiskSpec,
         image: &godwit_blockio::Image,
     ) -> Result<Option<Arriving>, ApiError> {
-        let is_filled = spec.goes_along() && lock(&self.arriving).is_some();
+        let is_filled = spec.goes_along() && self.what().arriving.is_some();
         let arriving = is_filled.then(|| Arriving::of(image)).transpose();
         arriving.map_err(|error| self.refused(spec, &error))
     }
@@ -374,3 +378,7 @@ pub(super) fn begin_copying(
     course.begin(holes);
     bytes.saturating_sub(empty)
 }
+
+#[cfg(test)]
+#[path = "moving_tests.rs"]
+mod tests;

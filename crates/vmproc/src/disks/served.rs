@@ -96,7 +96,7 @@ pub(crate) struct Arrival {
 pub(super) struct Served {
     pub(super) config: VmProcessConfig,
     pub(super) paths: Paths,
-    /// As it is written down.
+    /// As it is written down, or will be with the next change ([`Self::amend`]).
     what: Mutex<Arc<ServedDisks>>,
     ram: Arc<RamFile>,
     /// One for each of its disks; `None`: it cannot be served, and is tried again.
@@ -115,12 +115,8 @@ pub(super) struct Served {
     pub(super) must_save: AtomicBool,
     /// Disks that are moved on this host.
     pub(super) moves: Moves,
-    /// Images that come with their VM, until it is here.
-    pub(super) arriving: Mutex<Option<Arrival>>,
     /// Writes what comes into the images that arrive.
     pub(super) filling: Mutex<Filling>,
-    /// The migration for which they were mirrored last.
-    pub(super) leaving: Mutex<Option<MigrationId>>,
     /// The generation under which the guest may be running: its images are taken as soon as they are served then, and not only
     /// with a permit.
     pub(super) held: Mutex<Option<Generation>>,
@@ -163,7 +159,6 @@ impl Served {
         ram: &Arc<RamFile>,
         held: Option<Generation>,
     ) -> Self {
-        let (arriving, leaving) = (what.arriving.clone(), what.leaving.clone());
         Self {
             config: config.clone(),
             paths: paths.clone(),
@@ -178,9 +173,7 @@ impl Served {
             has_ended: AtomicBool::new(false),
             must_save: AtomicBool::new(false),
             moves: Moves::of(paths),
-            arriving: Mutex::new(arriving),
             filling: Mutex::default(),
-            leaving: Mutex::new(leaving),
             held: Mutex::new(held),
             keeping: Keeping::default(),
             handed: Mutex::default(),
@@ -213,6 +206,11 @@ impl Served {
             Err(_) => self.must_save.store(true, Ordering::SeqCst),
         }
         written
+    }
+
+    /// Changes it for this process alone until the next change writes it, too: only what a successor finds out by itself.
+    pub(super) fn amend(&self, change: impl FnOnce(&mut ServedDisks)) {
+        change(Arc::make_mut(&mut lock(&self.what)));
     }
 
     /// Nothing is written from here on: QEMU is gone.
@@ -544,10 +542,9 @@ impl Served {
 
     /// Where a disk's image lies now: one that arrives has a name of its own until its VM is here.
     fn path_of(&self, spec: &DiskSpec) -> String {
-        let arrival = lock(&self.arriving).clone();
-        let arrival = arrival.filter(|_| spec.goes_along());
+        let what = self.what();
+        let arrival = what.arriving.as_ref().filter(|_| spec.goes_along());
         let beside = arrival.map(|arrival| arriving_path(&spec.path, &arrival.migration));
-        // Not under the lock: storage may hang.
         match beside {
             Some(beside) if Path::new(&beside).exists() => beside,
             _ => spec.path.clone(),
@@ -561,12 +558,7 @@ impl Served {
     }
 
     fn write(&self, what: &ServedDisks) -> Result<(), ApiError> {
-        let what = ServedDisks {
-            arriving: lock(&self.arriving).clone(),
-            leaving: lock(&self.leaving).clone(),
-            ..what.clone()
-        };
-        save_json(&self.paths.disks(), &what).map_err(internal)
+        save_json(&self.paths.disks(), what).map_err(internal)
     }
 }
 

@@ -1,0 +1,123 @@
+//! Who serves a disk while it is written down that its second image is the disk.
+
+use super::*;
+use crate::testing::{LONG, Site, apart};
+use godwit_guestmem::RamFile;
+use godwit_qemu::disk::{identity_of, identity_of_open};
+use godwit_qemu::user::User;
+use godwit_testkit::testvol::Volume;
+use godwit_types::Generation;
+use rustix::process::{getegid, geteuid};
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::sync::mpsc::{TryRecvError, channel};
+
+const BYTES: u64 = 4 << 20;
+
+fn went<T>(done: Result<T, Stopped>) -> T {
+    done.unwrap_or_else(|stopped| match stopped {
+        Stopped::Cancelled => panic!("it was called off"),
+        Stopped::Failed(why) => panic!("{why}"),
+    })
+}
+
+fn until(is_so: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < LONG);
+        std::thread::yield_now();
+    }
+}
+
+/// The VM's disk with this image, served for a guest that may run.
+fn served_with(site: &Site, image: &Path) -> Disks {
+    let spec = VmSpec {
+        hardware: Some(2),
+        disks: vec![DiskSpec::new("root", image.to_str().unwrap())],
+        ..VmSpec::placeholder(&site.config.vm)
+    };
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let user = User {
+        uid: geteuid().as_raw(),
+        gid: getegid().as_raw(),
+    };
+    let (qemu, right) = ((user, 1), (Some(Generation(2)), None));
+    Disks::begin(
+        &site.config,
+        &site.paths,
+        &spec,
+        qemu,
+        &Arc::new(ram),
+        right,
+    )
+    .unwrap()
+}
+
+/// Which file the disk works with.
+fn image_of(served: &Served) -> Option<(u64, u64)> {
+    let lent = served.disk(0).ok()?.lend_image().unwrap();
+    Some(identity_of_open(&File::from(lent)).unwrap())
+}
+
+#[test]
+fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is() {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let [before, after] = ["root.raw", "new.raw"].map(|name| directory.path().join(name));
+    File::create(&before).unwrap().set_len(BYTES).unwrap();
+    let place = DiskPlace {
+        disk: "root".to_owned(),
+        path: after.to_str().unwrap().to_owned(),
+        shared: false,
+        max_bandwidth_mbit_per_s: None,
+    };
+    apart(|mounts| {
+        let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
+        let disks = served_with(&site, &before);
+        let (served, what) = (&disks.0, disks.0.what());
+        let mut going = Going {
+            index: 0,
+            place: &place,
+            spec: what.disks[0].clone(),
+            image: what.images[0],
+            copying: Copying {
+                path: place.path.clone(),
+                beside: format!("{}.moving-1", place.path),
+                image: None,
+                known: None,
+            },
+        };
+        let (mirror, image) = went(served.make_equal(&mut going));
+        let (disks, going, after) = (&disks, &going, &after);
+        // While a thread is about to serve it nothing is switched.
+        let mut image = Some(image);
+        let alone = served.serve_alone(0).unwrap();
+        assert!(went(served.switch(going, &mirror, &mut image)).is_none());
+        drop(alone);
+        let (image, disk) = (image.unwrap(), Arc::clone(&mirror.disk));
+        std::thread::scope(move |scope| {
+            // Ends here whatever becomes of the test, so that nobody waits for it.
+            let state = state;
+            state.change(|volume| volume.hangs = true);
+            let goes_over = scope.spawn(move || served.go_over(going, &mirror, image));
+            state.wait_held(1, LONG).unwrap();
+            disk.begin_end();
+            until(|| disk.has_ended());
+            assert_eq!(served.missing(), [0]);
+            let (tried, is_tried) = channel();
+            served.try_in_thread(0, LOCK_WAIT, Some(tried));
+            let begun = is_tried.try_recv();
+            assert_eq!(begun, Err(TryRecvError::Disconnected), "a thread serves it");
+            state.change(|volume| volume.hangs = false);
+            went(goes_over.join().unwrap());
+            // From then on it is the second image, and no other.
+            until(|| {
+                let (tried, is_tried) = channel();
+                served.try_in_thread(0, LOCK_WAIT, Some(tried));
+                let _ = is_tried.recv_timeout(LONG);
+                served.disk(0).is_ok()
+            });
+            assert_eq!(image_of(served), identity_of(after).unwrap());
+            disks.end();
+        });
+    });
+}
