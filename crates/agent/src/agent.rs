@@ -9,6 +9,7 @@ use crate::cancelled::Cancelled;
 use crate::check;
 use crate::closing::Closing;
 use crate::config::{BootRule, HostConfig};
+use crate::datastore_rooms::Rooms;
 use crate::evidence;
 use crate::launch::make_dir;
 use crate::link::Bursts;
@@ -73,6 +74,7 @@ pub(crate) struct Agent {
     pub probes: Probes,
     pub revocations: Arc<Revocations>,
     pub bursts: Arc<Bursts>,
+    pub rooms: Rooms,
     pub readings: Mutex<Readings>,
     pub site: Arc<Site>,
     pub boots: Boots,
@@ -297,7 +299,7 @@ impl Agent {
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
             certificate: Some(self.certificate.info()),
-            datastores: self.config.datastores.clone(),
+            datastores: self.rooms.of(&self.config.datastores),
         }
     }
 

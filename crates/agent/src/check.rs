@@ -2,24 +2,19 @@
 //!
 //! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
 
-use crate::addresses::missing;
 use crate::config::HostConfig;
 use crate::manager::{self, GuestsUnit};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
-use crate::{check_groups, check_host, check_qemu, check_users, crypto, sys};
-use godwit_rpc::listen::is_here;
+use crate::{
+    check_datastores, check_groups, check_host, check_network, check_qemu, check_users, crypto, sys,
+};
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::IpAddr;
 
-/// MTU from which on large records do not cost packets.
-const MTU_GOOD: u32 = 9000;
-/// TCP buffer, bytes, that fills 1 Gb/s at 128 ms.
-const TCP_BUFFER_GOOD: u64 = 16 << 20;
 /// Clock error that a migration's logs can live with, us.
 const CLOCK_ERROR_MAX_US: i64 = 1_000_000;
 
@@ -83,15 +78,15 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
         vm_users,
         cpu(inputs.system),
         aes(inputs.system, inputs.config),
-        mtu(
+        check_network::mtu(
             inputs.interfaces,
             inputs.migration_addresses,
             inputs.config.is_joined(),
         ),
         clock(sys::clock_state()),
-        ports(inputs.config, inputs.migration_addresses),
+        check_network::ports(inputs.config, inputs.migration_addresses),
         huge_pages(inputs.system),
-        socket_buffers(inputs.system),
+        check_network::socket_buffers(inputs.system),
         memory(inputs.system),
         check_groups::check(inputs.system, inputs.config),
         check_host::first_touch(inputs.system),
@@ -99,9 +94,10 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
     ];
     if inputs.config.is_joined() {
         checks.push(certificate(&inputs.certificate, now_unix_s()));
-        checks.push(listens(inputs.config.listen));
+        checks.push(check_network::listens(inputs.config.listen));
         checks.extend(manager::check(inputs.guests_unit));
-        checks.extend(bridges(inputs.system, inputs.config));
+        checks.extend(check_network::bridges(inputs.system, inputs.config));
+        checks.extend(check_datastores::check(inputs.config));
     } else {
         checks.push(note(
             "configuration",
@@ -172,20 +168,6 @@ fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Che
             warning("certificate", found, RENEW)
         }
         CertificateStage::Ended => failed("certificate", found, RENEW),
-    }
-}
-
-/// The agent waits for its address, while VMs and the local socket go on without it.
-fn listens(address: SocketAddr) -> Check {
-    match is_here(address) {
-        true => ok("listen", format!("this host has the address of {address}")),
-        false => failed(
-            "listen",
-            format!(
-                "this host does not have the address of {address}: its agent waits for that, and nobody reaches it"
-            ),
-            "bring it up, or correct listen in host.toml",
-        ),
     }
 }
 
@@ -262,58 +244,6 @@ fn aes(system: &System, config: &HostConfig) -> Check {
     }
 }
 
-fn mtu(interfaces: &[Interface], addresses: &[IpAddr], is_joined: bool) -> Check {
-    let carriers: Vec<&Interface> = interfaces
-        .iter()
-        .filter(|interface| {
-            interface
-                .addresses()
-                .any(|address| addresses.contains(&address))
-        })
-        .collect();
-    let missing: Vec<String> = addresses
-        .iter()
-        .filter(|address| {
-            !interfaces
-                .iter()
-                .any(|i| i.addresses().any(|a| a == **address))
-        })
-        .map(ToString::to_string)
-        .collect();
-    if !is_joined {
-        return note(
-            "mtu",
-            "not known before this host has joined: no migration address is configured",
-            "",
-        );
-    }
-    if !missing.is_empty() || addresses.is_empty() {
-        return failed(
-            "mtu",
-            format!(
-                "no interface has the migration address {}",
-                missing.join(", ")
-            ),
-            "correct migration_addresses or migration_interfaces, or bring the interface up",
-        );
-    }
-    let found: Vec<String> = carriers
-        .iter()
-        .map(|i| format!("{} {}", i.name, i.mtu))
-        .collect();
-    let found = format!("MTU of migration interfaces: {}", found.join(", "));
-    if carriers.iter().all(|interface| interface.mtu >= MTU_GOOD) {
-        return ok("mtu", found);
-    }
-    note(
-        "mtu",
-        found,
-        format!(
-            "on links of 10 Gb/s and more an MTU of {MTU_GOOD} on the whole path costs less CPU; 1500 works"
-        ),
-    )
-}
-
 fn clock(state: std::io::Result<sys::ClockState>) -> Check {
     let remedy = "run a time service (chrony or systemd-timesyncd)";
     match state {
@@ -334,52 +264,6 @@ fn clock(state: std::io::Result<sys::ClockState>) -> Check {
     }
 }
 
-/// The first free port of the range on any of the addresses, and how many are in use.
-pub fn free_ports(config: &HostConfig, addresses: &[IpAddr]) -> (usize, Vec<u16>) {
-    let range = config.migration_ports.first..=config.migration_ports.last;
-    // Nobody uses a port of an address that this host does not have.
-    let is_used = |address: &IpAddr, port: u16| {
-        let tried = TcpListener::bind(SocketAddr::new(*address, port));
-        tried.is_err_and(|error| error.kind() != ErrorKind::AddrNotAvailable)
-    };
-    let is_free = |port: u16| !addresses.iter().any(|address| is_used(address, port));
-    let used: Vec<u16> = range.clone().filter(|port| !is_free(*port)).collect();
-    (range.count() - used.len(), used)
-}
-
-fn ports(config: &HostConfig, addresses: &[IpAddr]) -> Check {
-    let missing = missing(addresses);
-    if !missing.is_empty() && missing.len() == addresses.len() {
-        return warning(
-            "ports",
-            "not looked at: this host has none of its migration addresses",
-            format!(
-                "bring them up, or correct {} and restart godwit-agent",
-                config.migration_key()
-            ),
-        );
-    }
-    let (free, used) = free_ports(config, addresses);
-    let found = format!(
-        "{free} of ports {}-{} free",
-        config.migration_ports.first, config.migration_ports.last
-    );
-    let list: Vec<String> = used.iter().take(5).map(ToString::to_string).collect();
-    match (free, used.is_empty()) {
-        (0, _) => failed(
-            "ports",
-            found,
-            "free them or set migration_ports to another range: no VM can come here",
-        ),
-        (_, false) => warning(
-            "ports",
-            format!("{found}; in use: {}", list.join(", ")),
-            "fine while migrations run; else see 'ss -ltnp' for who uses them",
-        ),
-        (_, true) => ok("ports", found),
-    }
-}
-
 fn huge_pages(system: &System) -> Check {
     let name = "huge-pages";
     match system.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
@@ -397,68 +281,12 @@ fn huge_pages(system: &System) -> Check {
     }
 }
 
-fn last_number(text: &str) -> Option<u64> {
-    text.split_whitespace().last()?.parse().ok()
-}
-
-fn socket_buffers(system: &System) -> Check {
-    let read = |name: &str| last_number(&system.read(&format!("/proc/sys/net/ipv4/{name}"))?);
-    let (Some(receive), Some(send)) = (read("tcp_rmem"), read("tcp_wmem")) else {
-        return warning("socket-buffers", "limits cannot be read", "");
-    };
-    let smallest = receive.min(send);
-    let found = format!(
-        "TCP buffers up to {} KiB receiving, {} KiB sending",
-        receive >> 10,
-        send >> 10
-    );
-    if smallest >= TCP_BUFFER_GOOD {
-        return ok("socket-buffers", found);
-    }
-    let mbit_per_s = smallest.saturating_mul(8) / 100_000;
-    note(
-        "socket-buffers",
-        found,
-        format!(
-            "enough in one site; at 100 ms one stream reaches {mbit_per_s} Mb/s: sysctl -w net.ipv4.tcp_rmem='4096 131072 67108864' net.ipv4.tcp_wmem='4096 65536 67108864'"
-        ),
-    )
-}
-
 fn memory(system: &System) -> Check {
     let total = system.meminfo_mib("MemTotal").unwrap_or(0);
     match system.meminfo_mib("MemAvailable") {
         Some(free) => ok("memory", format!("{free} MiB of {total} MiB available")),
         None => warning("memory", "cannot read /proc/meminfo", "mount /proc"),
     }
-}
-
-fn bridges(system: &System, config: &HostConfig) -> Vec<Check> {
-    if config.port_groups.is_empty() {
-        return vec![warning(
-            "bridges",
-            "no port groups: VMs with network cards cannot run here",
-            "name a bridge per port group in the configuration: [port_groups] vm = \"vmbr0\"",
-        )];
-    }
-    let each = config.port_groups.iter().map(|(group, bridge)| {
-        if system.is_bridge(bridge) && system.is_down(bridge) {
-            return failed(
-                "bridges",
-                format!("port group {group} is bridge {bridge}, which is down"),
-                format!("ip link set {bridge} up"),
-            );
-        }
-        if system.is_bridge(bridge) {
-            return ok("bridges", format!("port group {group} is bridge {bridge}"));
-        }
-        failed(
-            "bridges",
-            format!("port group {group} is {bridge}, which is no bridge here"),
-            format!("ip link add {bridge} type bridge && ip link set {bridge} up, or correct [port_groups]"),
-        )
-    });
-    each.collect()
 }
 
 #[cfg(test)]
@@ -471,55 +299,6 @@ mod tests {
             "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nmigration_ports = \"{ports}\"\n[port_groups]\nvm = \"nobridge0\"\n"
         );
         HostConfig::parse(&text, Path::new("t")).unwrap()
-    }
-
-    #[test]
-    fn a_busy_port_is_found_and_a_full_range_fails() {
-        let busy = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = busy.local_addr().unwrap().port();
-        let found = ports(
-            &config(&format!("{port}-{port}")),
-            &["127.0.0.1".parse().unwrap()],
-        );
-        assert_eq!(found.status, CheckStatus::Failed);
-        assert!(found.found.contains(&port.to_string()), "{}", found.found);
-    }
-
-    #[test]
-    fn ports_of_an_address_that_is_missing_are_not_in_use() {
-        let missing = ["192.0.2.77".parse().unwrap()];
-        let found = ports(&config("49500-49501"), &missing);
-        assert_eq!(found.status, CheckStatus::Warning);
-        assert!(
-            found.found.contains("migration addresses"),
-            "{}",
-            found.found
-        );
-        let (free, used) = free_ports(&config("49500-49501"), &missing);
-        assert_eq!((free, used), (2, vec![]));
-    }
-
-    #[test]
-    fn a_bridge_that_is_down_is_not_fine() {
-        let dir = tempfile::tempdir().unwrap();
-        let bridge = dir.path().join("sys/class/net/nobridge0");
-        std::fs::create_dir_all(bridge.join("bridge")).unwrap();
-        for (flags, status) in [("0x1002", CheckStatus::Failed), ("0x1003", CheckStatus::Ok)] {
-            std::fs::write(bridge.join("flags"), format!("{flags}\n")).unwrap();
-            let found = bridges(&System::under(dir.path()), &config("49500-49501"));
-            assert_eq!(found[0].status, status, "{flags}");
-        }
-    }
-
-    #[test]
-    fn a_missing_bridge_fails_with_its_remedy() {
-        let found = bridges(&System::default(), &config("49500-49501"));
-        assert_eq!(found[0].status, CheckStatus::Failed);
-        assert!(
-            found[0]
-                .remedy
-                .contains("ip link add nobridge0 type bridge")
-        );
     }
 
     #[test]

@@ -136,7 +136,8 @@ fn datastores_as_written<'de, D: Deserializer<'de>>(from: D) -> Result<Datastore
         shared: bool,
     }
     let written = BTreeMap::<DatastoreName, Written>::deserialize(from)?.into_iter();
-    let stores = written.map(|(name, Written { path, shared })| (name, Datastore { path, shared }));
+    let stores =
+        written.map(|(name, Written { path, shared })| (name, Datastore::new(path, shared)));
     Ok(stores.collect())
 }
 

@@ -69,7 +69,7 @@ pub(crate) fn places(
         let used = used_bytes(disk);
         let is_copied = !shares_blocks || !is_beside(disk, store);
         needed = needed.saturating_add(if is_copied { used } else { 0 });
-        let refusal = free.map_err(|message| refused(ErrorCode::InvalidRequest, message));
+        let refusal = free.map_err(|message| refused(ErrorCode::Preflight, message));
         refusals.extend(refusal.err());
         let planned = DiskMove {
             total_bytes: used,
@@ -124,7 +124,15 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
     let mut disks: Vec<&DiskSpec> = Vec::new();
     for name in &wish.disks {
         let found = spec.disks.iter().find(|disk| disk.name == *name);
-        let found = found.ok_or_else(|| format!("VM '{vm}' has no disk '{name}'"))?;
+        let found = found.ok_or_else(|| {
+            let known: Vec<&str> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
+            let known = if known.is_empty() {
+                "none".to_owned()
+            } else {
+                known.join(", ")
+            };
+            format!("VM '{vm}' has no disk '{name}' (it has {known})")
+        })?;
         if found.read_only {
             return Err(format!(
                 "the guest of VM '{vm}' only reads disk '{name}', which is not moved: copy its file, and edit the VM while it is off"
@@ -152,6 +160,13 @@ fn is_beside(disk: &DiskSpec, store: &Datastore) -> bool {
     matches!((device(&disk.path), device(&store.path)), (Ok(one), Ok(other)) if one == other)
 }
 
+/// Nothing can be written there.
+pub(crate) fn read_only(what: &str, path: &str) -> String {
+    format!(
+        "{what} is mounted for reading only: {path}: see in 'dmesg' on that host whether its storage failed, and mount it for writing ('mount -o remount,rw {path}')"
+    )
+}
+
 /// Free bytes of a datastore.
 fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u64, String> {
     let path = &store.path;
@@ -168,7 +183,7 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     let room = statvfs(Path::new(path));
     let room = room.map_err(|error| format!("{what} cannot be looked at: {path}: {error}"))?;
     if room.f_flag.contains(StatVfsMountFlags::RDONLY) {
-        return Err(format!("{what} is mounted for reading only: {path}"));
+        return Err(read_only(&what, path));
     }
     Ok(room_of(&room))
 }

@@ -40,8 +40,7 @@ impl House {
         }
         let stores = ["slow", "fast", "gone"].map(|name| {
             let shared = name == "fast";
-            let path = path(name);
-            (store(name), Datastore { path, shared })
+            (store(name), Datastore::new(path(name), shared))
         });
         Self {
             stores: stores.into(),
@@ -110,7 +109,11 @@ fn what_cannot_be_is_refused_in_a_sentence_that_says_what_to_do() {
         "slow",
         &["in datastore 'slow' of host 'a' already"],
     );
-    house.refuses(&["swap"], "fast", &["VM 'web' has no disk 'swap'"]);
+    house.refuses(
+        &["swap"],
+        "fast",
+        &["VM 'web' has no disk 'swap' (it has root, data, iso)"],
+    );
     house.refuses(&["iso"], "fast", &["only reads disk 'iso'"]);
     house.refuses(&["root", "root"], "fast", &["named twice"]);
     let path = house.directory.path().join("fast/web-data.raw");
@@ -122,23 +125,14 @@ fn what_cannot_be_is_refused_in_a_sentence_that_says_what_to_do() {
 fn a_datastore_that_is_a_file_or_too_small_is_refused() {
     let mut house = House::new();
     let path = house.spec.disks[0].path.clone();
-    house.stores.insert(
-        store("file"),
-        Datastore {
-            path,
-            shared: false,
-        },
-    );
+    house
+        .stores
+        .insert(store("file"), Datastore::new(path, false));
     house.refuses(&[], "file", &["is no directory"]);
     // It cannot be written, and has no room either.
-    let path = "/proc".to_owned();
-    house.stores.insert(
-        store("proc"),
-        Datastore {
-            path,
-            shared: false,
-        },
-    );
+    house
+        .stores
+        .insert(store("proc"), Datastore::new("/proc", false));
     house.refuses(&[], "proc", &["0 MiB free"]);
 }
 

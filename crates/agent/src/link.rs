@@ -5,15 +5,16 @@
 //! the same time, more than [`STREAMS_MAX`] channels, more than [`BYTES_MAX`] in all, and who does not hold the
 //! burst's key.
 
+use crate::link_ways;
 use godwit_transport::{
-    ConnectOptions, Connection, Gate, Listener, ListenerCloser, Patience, Probe, RecordReader,
-    RecordWriter, TransportError, Tuning, connect,
+    Connection, Gate, Listener, ListenerCloser, Patience, Probe, RecordReader, RecordWriter,
+    TransportError, Tuning,
 };
 use godwit_types::forecast::{LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend};
 use godwit_types::{ApiError, ErrorCode};
-use godwit_wire::{ChannelId, PAYLOAD_LEN_MAX, PageRun, PageRuns, RecordKind, Spec};
+use godwit_wire::{PAYLOAD_LEN_MAX, PageRun, PageRuns, RecordKind, Spec};
 use std::fs::File;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -21,7 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Most channels of a burst.
-const STREAMS_MAX: u32 = 16;
+pub(crate) const STREAMS_MAX: u32 = 16;
 /// Most bytes of a burst.
 const BYTES_MAX: u64 = 256 << 20;
 /// Longest life of a burst, from listening to the end.
@@ -30,7 +31,7 @@ const LIFE: Duration = Duration::from_secs(10);
 const MILLIS_MAX: u64 = 4_000;
 const ROUND_TRIPS: u32 = 20;
 /// Longest wait for the handshake.
-const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
+pub(crate) const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// Pages in a record of a burst.
 const PAGES_PER_RECORD: u32 = (PAYLOAD_LEN_MAX / 4096) as u32;
 /// Memory that must stay free on the listening host.
@@ -99,22 +100,7 @@ impl Bursts {
         let _turn = self.turn()?;
         let spec = spec(&probe.listen)?;
         let streams = probe.streams.clamp(1, STREAMS_MAX);
-        let began = Instant::now();
-        let connections = routes(probe, streams)?
-            .into_iter()
-            .enumerate()
-            .map(|(index, (from, to))| {
-                let options = ConnectOptions {
-                    bind: Some(from),
-                    ..ConnectOptions::default()
-                };
-                let channel = u16::try_from(index)
-                    .ok()
-                    .and_then(|index| ChannelId::data(0, index))
-                    .ok_or_else(|| refuse("the burst has too many channels"))?;
-                connect(to, &options, &spec, channel, began + HANDSHAKE_TIME).map_err(failed)
-            })
-            .collect::<Result<Vec<_>, _>>()?;
+        let connections = link_ways::channels(probe, streams, &spec)?;
         burst(connections, probe.millis)
     }
 }
@@ -130,11 +116,11 @@ pub struct Here<'a> {
     pub free_mib: u64,
 }
 
-fn refuse(message: impl Into<String>) -> ApiError {
+pub(crate) fn refuse(message: impl Into<String>) -> ApiError {
     ApiError::new(ErrorCode::InvalidRequest, message)
 }
 
-fn failed(error: TransportError) -> ApiError {
+pub(crate) fn failed(error: TransportError) -> ApiError {
     ApiError::new(
         ErrorCode::HostUnreachable,
         format!("the link cannot be measured: {error}"),
@@ -164,36 +150,6 @@ fn fresh_memory(dir: &Path) -> Option<File> {
         .mode(0o600)
         .open(dir)
         .ok()
-}
-
-/// Source and destination address of each channel: all destination addresses in turn, from one of the same family.
-fn routes(probe: &LinkProbeSend, streams: u32) -> Result<Vec<(IpAddr, SocketAddr)>, ApiError> {
-    let pair = |(index, to): (usize, &SocketAddr)| {
-        let same: Vec<&IpAddr> = probe
-            .source_addresses
-            .iter()
-            .filter(|from| from.is_ipv4() == to.is_ipv4())
-            .collect();
-        let from = same.get(index.checked_rem(same.len())?)?;
-        Some((**from, *to))
-    };
-    let pairs: Vec<_> = probe
-        .destination_addresses
-        .iter()
-        .enumerate()
-        .filter_map(pair)
-        .collect();
-    if pairs.is_empty() {
-        return Err(refuse(
-            "the two hosts have no migration addresses of the same family (IPv4 or IPv6)",
-        ));
-    }
-    Ok(pairs
-        .iter()
-        .copied()
-        .cycle()
-        .take(streams as usize)
-        .collect())
 }
 
 /// Where a burst arrives.
@@ -382,8 +338,11 @@ fn noise() -> Result<Vec<u8>, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_transport::{ConnectOptions, connect};
     use godwit_types::MigrationId;
     use godwit_types::migration::{Cipher, MigrationSecret};
+    use godwit_wire::ChannelId;
+    use std::net::SocketAddr;
 
     fn listen() -> LinkProbeListen {
         LinkProbeListen {
@@ -472,6 +431,35 @@ mod tests {
         other.secret.key = vec![9; 32];
         let error = source.send(&send(other, &ready, 1)).unwrap_err();
         assert_eq!(error.code, ErrorCode::HostUnreachable);
+    }
+
+    /// An address that refuses as long as its socket lives: it is bound and does not listen.
+    fn nobody_listens() -> (rustix::fd::OwnedFd, SocketAddr) {
+        use rustix::net;
+        let socket = net::socket(net::AddressFamily::INET, net::SocketType::STREAM, None).unwrap();
+        net::bind(&socket, &SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
+        let address = net::getsockname(&socket).unwrap();
+        (socket, SocketAddr::try_from(address).unwrap())
+    }
+
+    #[test]
+    fn a_host_that_is_not_reached_is_told_by_its_address_and_one_way_that_works_is_enough() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let (there, source) = (Bursts::default(), Bursts::default());
+        let ready = there.listen(&listen(), &here(dir.path())).unwrap();
+        let (_closed, dead) = nobody_listens();
+        let mut probe = send(listen(), &ready, 1);
+        probe.destination_addresses = vec![dead];
+        let error = source.send(&probe).unwrap_err();
+        assert_eq!(error.code, ErrorCode::Preflight);
+        let told = [&format!("cannot connect to {dead} ("), "firewall"];
+        assert!(
+            told.iter().all(|told| error.message.contains(*told)),
+            "{error}"
+        );
+        probe.destination_addresses.extend(&ready.addresses);
+        let measured = source.send(&probe).unwrap();
+        assert_eq!(measured.streams, 1, "{measured:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Each refusal of preflight, brought about by a small real environment.
 
 use super::*;
-use crate::check::free_ports;
+use crate::check_network::free_ports;
 use godwit_qemu::machine::CpuModel;
 use godwit_types::host_api::UefiSizes;
 use godwit_types::vm::DiskSpec;

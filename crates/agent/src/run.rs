@@ -11,6 +11,7 @@ use crate::cancelled::Cancelled;
 use crate::carrying::Carrier;
 use crate::closing::Closing;
 use crate::config::{CONFIG_PATH, ConfigError, HostConfig, LEAVING_FILE};
+use crate::datastore_rooms::Rooms;
 use crate::launch::{VmProgram, make_dir};
 use crate::manager::Manager;
 use crate::memory::Memory;
@@ -246,6 +247,7 @@ async fn make_agent(
             .map_err(setup("read whether this host shuts down"))?,
         manager: Manager::default(),
         bursts: Arc::default(),
+        rooms: Rooms::default(),
         readings: Mutex::default(),
         memory: Memory::new(config.ram_dir()),
         reports: Reports::new(records.clone()),

@@ -360,9 +360,11 @@ pub enum MigrationCommand {
         id: MigrationId,
     },
     /// Cancel a migration; the guest stays at the source
-    #[command(after_help = "Example:\n  godwit migration cancel ID")]
+    #[command(
+        after_help = "Examples:\n  godwit migration cancel ID\n  godwit migration cancel web"
+    )]
     Cancel {
-        /// The migration
+        /// The migration, or the VM that it moves
         id: MigrationId,
     },
 }

@@ -57,8 +57,18 @@ pub fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
 
 fn datastores_of(info: &HostInfo) -> String {
     let of = |(name, store): (&DatastoreName, &Datastore)| {
-        let shared = if store.shared { " (shared)" } else { "" };
-        format!("{name}={}{shared}", store.path)
+        let mut said = Vec::new();
+        said.extend(store.shared.then(|| "shared".to_owned()));
+        said.extend(
+            store
+                .room
+                .map(|room| format!("{} of {} MiB free", room.free_mib, room.total_mib)),
+        );
+        let said = match said.is_empty() {
+            true => String::new(),
+            false => format!(" ({})", said.join(", ")),
+        };
+        format!("{name}={}{said}", store.path)
     };
     let named: Vec<String> = info.datastores.iter().map(of).collect();
     match named.is_empty() {

@@ -8,9 +8,11 @@ use crate::figures::{columns, fitting, rate};
 use crate::follow::{self, until_left};
 use crate::move_report::trouble;
 use crate::output::{Output, kebab};
+use crate::plain;
 use godwit_types::MigrationId;
 use godwit_types::migration::{MigrationReport, Phase};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Pause between two looks where there is no event stream.
@@ -67,6 +69,9 @@ struct Progress {
     bar: ProgressBar,
     /// Columns beside the bar.
     room: usize,
+    /// Whether what stands in the way has been told.
+    is_told: AtomicBool,
+    is_json: bool,
 }
 
 /// Columns of the longest phase, which stands before the bar.
@@ -96,7 +101,12 @@ impl Progress {
         if output.json {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         }
-        Self { bar, room }
+        Self {
+            bar,
+            room,
+            is_told: AtomicBool::new(false),
+            is_json: output.json,
+        }
     }
 
     /// Shows a migration that goes on; hands back one that has ended.
@@ -104,10 +114,20 @@ impl Progress {
         if report.outcome.is_some() {
             return Some(report);
         }
+        if let Some(reason) = self.news(&report).filter(|_| !self.is_json) {
+            self.bar.suspend(|| plain::tell(reason));
+        }
         self.bar.set_prefix(kebab(&report.phase));
         self.bar.set_position(permille(report.done_percent));
         self.bar.set_message(line(&report, self.room));
         None
+    }
+
+    /// What stands in the way now, where that was not told yet: a line has room for its beginning alone.
+    fn news<'a>(&self, report: &'a MigrationReport) -> Option<&'a str> {
+        let reason = report.reason.as_deref();
+        let was_told = self.is_told.swap(reason.is_some(), Ordering::Relaxed);
+        reason.filter(|_| !was_told)
     }
 
     fn clear(&self) {
@@ -209,6 +229,21 @@ mod tests {
         let events = json!([{"at_s": 23.9, "kind": "link-lost", "message": "connection reset"}]);
         let text = line(&moving(json!({ "events": events })), WIDE);
         assert!(text.contains("link lost 3 s ago, remaking"), "{text}");
+    }
+
+    #[test]
+    fn what_stands_in_the_way_is_told_once_until_it_is_gone() {
+        let progress = Progress {
+            bar: ProgressBar::hidden(),
+            room: WIDE,
+            is_told: AtomicBool::new(false),
+            is_json: false,
+        };
+        let setup = |reason| moving(json!({ "phase": "setup", "reason": reason }));
+        let (waits, goes_on) = (setup(Some("not connected yet")), setup(None));
+        let told = [&goes_on, &waits, &waits, &goes_on, &waits];
+        let told = told.map(|report| progress.news(report).is_some());
+        assert_eq!(told, [false, true, false, false, true]);
     }
 
     #[test]

@@ -96,6 +96,10 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
             found.report.prediction = Some(foreseen.prediction);
             found.report.cannot_keep = foreseen.cannot_keep;
         }
+        // A migration that begins waits for a link that comes back.
+        Err(error) if request.dry_run && forecast::stands_in_the_way(&error) => {
+            found.report.refusals.push(error);
+        }
         Err(error) => {
             tracing::warn!(vm = %found.vm.spec.name, %error, "the migration cannot be predicted");
             let line = format!(

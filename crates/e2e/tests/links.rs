@@ -220,7 +220,8 @@ fn a_link_that_is_away_at_the_beginning_is_waited_for() -> anyhow::Result<()> {
         report.outcome.is_none()
             && report
                 .reason
-                .is_some_and(|why| why.contains("not connected yet")),
+                .is_some_and(|why| why
+                    .contains("not connected yet, trying again: host a cannot reach host b")),
         "it is given up: {:?}",
         report.outcome
     );

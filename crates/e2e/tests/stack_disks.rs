@@ -215,8 +215,8 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     let sentence = stack.refused(
         "controller",
         &["vm", "migrate", "one", "--to", "b"],
-        2,
-        "invalid-request",
+        3,
+        "preflight",
     )?;
     names(&sentence, &["disk 'root'", &image, "host 'b'", "already"])?;
     ensure!(std::fs::read(&foreign)? == b"somebody's");
@@ -319,8 +319,8 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
     })?;
     refused(
         &to_fast,
-        2,
-        "invalid-request",
+        3,
+        "preflight",
         &["is in datastore 'fast'", "already"],
     )?;
     ok(&["vm", "pause", "one"])?;

@@ -36,6 +36,8 @@ pub struct Inputs {
     /// Page bytes per second that get through.
     pub bytes_per_s: f64,
     pub rtt_s: f64,
+    /// What goes before memory takes so long: disks, s.
+    pub before_s: f64,
     /// What earlier pauses cost beside memory, where there were any.
     pub pause: Option<PauseHistory>,
 }
@@ -71,7 +73,9 @@ pub fn predict(inputs: &Inputs, asked: &Asked) -> Option<Forecast> {
     let goal = Goal {
         max_downtime_s: asked.max_downtime_ms as f64 / 1000.0,
         fixed_s: FIXED_S,
-        deadline_s: asked.deadline_s.map(|seconds| seconds as f64),
+        deadline_s: asked
+            .deadline_s
+            .map(|seconds| (seconds as f64 - inputs.before_s).max(0.0)),
     };
     (inputs.bytes_per_s > 0.0 && inputs.bytes_per_s.is_finite()).then(|| {
         Play {
@@ -143,13 +147,15 @@ fn broken_deadline(
         (false, true) => (unhurried.total_s, "about"),
         (false, false) => (once_s, "at least"),
     };
+    let expected_s = inputs.before_s + expected_s;
     let late = expected_s > deadline_s || (!forecast.converges && unhurried.converges);
     late.then(|| CannotKeep {
         promise: PromiseKind::Deadline,
         asked: deadline_s,
         predicted: Some(expected_s),
         message: format!(
-            "it takes {about} {expected_s:.0} s at {:.3} GB/s and would be cancelled at its deadline of {deadline_s:.0} s: allow more with --deadline, or give it a faster link",
+            "it takes {about} {:.0} s at {:.3} GB/s and would be cancelled at its deadline of {deadline_s:.0} s: allow more than that with --deadline, or give it a faster link",
+            expected_s.ceil(),
             inputs.bytes_per_s / 1e9
         ),
     })
@@ -323,6 +329,7 @@ mod tests {
             ages: ages.to_vec(),
             bytes_per_s: gb_per_s * 1e9,
             rtt_s: rtt_ms / 1000.0,
+            before_s: 0.0,
             pause: None,
         }
     }

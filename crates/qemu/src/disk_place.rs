@@ -102,7 +102,8 @@ mod tests {
         let can = || can_make_image(&dir.join("root.raw"), NOBODY, NOBODY);
         let refused = can().expect_err("it is root's").to_string();
         assert!(
-            refused.contains("may not make") && refused.contains("chmod 2770"),
+            refused.contains("may not make")
+                && refused.contains(&format!("chmod 2770 {})", dir.display())),
             "{refused}"
         );
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).expect("chmod");

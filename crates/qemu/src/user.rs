@@ -148,7 +148,9 @@ fn as_either<R>(
 fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {
     let code = match error {
         DiskError::Missing { .. } => ErrorCode::MissingFile,
-        _ => ErrorCode::InvalidRequest,
+        // Of whatever host: it is described so.
+        DiskError::Kind { .. } | DiskError::Reserved { .. } => ErrorCode::InvalidRequest,
+        _ => ErrorCode::Preflight,
     };
     let name = &disk.name;
     let message = format!("disk '{name}' of VM '{vm}' on host '{host}': {error}");
@@ -170,7 +172,7 @@ fn check_boot_files(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<()
                 ),
             ),
             Err(DiskError::Denied { .. }) => (
-                ErrorCode::InvalidRequest,
+                ErrorCode::Preflight,
                 format!(
                     "the file {path} of VM '{vm}' on host '{host}' may not be read by QEMU, which runs as user {} of group {}: let everybody read it (chmod a+r {path}), and pass through the directories above",
                     owner.uid, owner.gid
@@ -298,7 +300,9 @@ mod tests {
         assert_eq!(open((COMMON, 0), 0o600).unwrap(), 1);
         assert_eq!(open((0, COMMON), 0o660).unwrap(), 1);
         for other in [(0, 0), (OWN + 1, OWN + 1)] {
-            let error = open(other, 0o660).unwrap_err().to_string();
+            let error = open(other, 0o660).unwrap_err();
+            assert_eq!(error.code, ErrorCode::Preflight, "as one that is missing");
+            let error = error.to_string();
             assert!(error.contains("(uid 65534) may not open"), "{error}");
         }
     }

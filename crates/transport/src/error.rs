@@ -49,7 +49,7 @@ pub enum TransportError {
     },
     /// The connection was not made.
     #[error(
-        "cannot connect to {peer} ({source}): check that the migration networks of both hosts reach each other"
+        "cannot connect to {peer} ({source}): check that the migration networks of both hosts reach each other, and that no firewall is between them"
     )]
     Connect { peer: SocketAddr, source: io::Error },
     /// The peer did not finish the handshake in time.

@@ -19,9 +19,30 @@ pub struct Datastore {
     /// Whether other hosts that have a datastore of this name have the same storage behind it.
     #[serde(default)]
     pub shared: bool,
+    /// How much room it has, where its host says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub room: Option<DatastoreRoom>,
+}
+
+/// How much room there is in a datastore.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DatastoreRoom {
+    /// Free for disks that come; a little is left to disks that are in use.
+    pub free_mib: u64,
+    /// Of its whole file system.
+    pub total_mib: u64,
 }
 
 impl Datastore {
+    /// One whose room nobody has looked at.
+    pub fn new(path: impl Into<String>, shared: bool) -> Self {
+        Self {
+            path: path.into(),
+            shared,
+            room: None,
+        }
+    }
+
     /// The path of a disk's image that comes to it, by the names of VM and disk.
     pub fn image_of(&self, vm: &VmName, disk: &str) -> String {
         self.path_of(&format!("{vm}-{disk}.raw"))
@@ -54,10 +75,9 @@ mod tests {
     #[test]
     fn an_image_is_held_by_the_datastore_that_it_comes_to_and_by_no_other() {
         let store = |name: &str, path: &str| {
-            let (path, shared) = (path.to_owned(), false);
             (
                 DatastoreName::new(name).unwrap(),
-                Datastore { path, shared },
+                Datastore::new(path, false),
             )
         };
         let stores = Datastores::from([store("fast", "/srv/fast/"), store("all", "/srv")]);

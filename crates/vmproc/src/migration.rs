@@ -257,6 +257,7 @@ impl Vm {
             spec: secret,
             protocol,
             routes,
+            hosts: [spec.source.host.clone(), spec.destination.host.clone()],
             ram: Arc::clone(&hyper.ram),
             machine: Arc::clone(&hyper.machine),
             console: Arc::clone(&hyper.console),
@@ -382,7 +383,7 @@ impl Vm {
             .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
         let Some(migration) = missed else { return };
         migration.deadline = None;
-        let why = "the deadline passed before the migration was done; the guest stays where it is";
+        let why = missed_deadline(&migration.report.read());
         // It may be too late: the destination has the guest.
         self.feed_because(Event::Cancel, Some(Why::wish(why)));
     }
@@ -518,6 +519,14 @@ fn end_driver(migration: Migration, ending: Ending) {
         Some(Driver::Destination(destination)) => destination.end(),
         None => {}
     }
+}
+
+/// Why a migration ends that has come to its deadline.
+fn missed_deadline(report: &MigrationReport) -> String {
+    format!(
+        "its deadline passed after {:.0} s, when {:.0} % had gone; the guest stays where it is: allow more time with --deadline, or leave that out",
+        report.total_s, report.done_percent
+    )
 }
 
 /// A source that had to be asked and never connected.

@@ -4,7 +4,7 @@
 
 use super::{ACT, Agent, NEED, Reply, blocking, done, took_too_long, tracking, unexpected};
 use crate::addresses::missing;
-use crate::check;
+use crate::check_network;
 use crate::preflight;
 use crate::probe::{self};
 use crate::system::unix_ms;
@@ -142,7 +142,7 @@ impl Agent {
 
     fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
         let addresses = self.addresses.migration();
-        let (free_ports, _) = check::free_ports(&self.config, &addresses);
+        let (free_ports, _) = check_network::free_ports(&self.config, &addresses);
         let record = self.records.record(&request.spec.name);
         let known = self.qemu.get();
         let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);

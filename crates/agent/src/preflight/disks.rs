@@ -5,14 +5,16 @@
 
 use super::{Finding, refuse};
 use crate::config::HostConfig;
+use crate::datastores::read_only;
 use crate::users;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
 use godwit_qemu::user::{User, can_make_disk};
+use godwit_types::datastore::{Datastores, datastore_of};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use rustix::fs::statvfs;
+use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -69,7 +71,7 @@ pub(super) fn places(config: &HostConfig, spec: &VmSpec, disks: &[DiskToMove]) -
     let come = spec.disks.iter().filter(|disk| !disk.read_only);
     come.map(|disk| match disk.shared {
         true => is_there(host, disk),
-        false => has_place(host, disk, disks, &mut promised)
+        false => has_place((host, &config.datastores), disk, disks, &mut promised)
             .and_then(|place| can_be_made(config, spec, disk).map(|()| place)),
     })
     .collect()
@@ -110,14 +112,22 @@ fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
     }
 }
 
+/// What holds a file, in words.
+fn named(stores: &Datastores, path: &str) -> String {
+    match datastore_of(stores, path) {
+        Some((name, _)) => format!("its datastore '{name}'"),
+        None => "its directory".to_owned(),
+    }
+}
+
 fn has_place(
-    host: &HostName,
+    (host, stores): (&HostName, &Datastores),
     disk: &DiskSpec,
     disks: &[DiskToMove],
     promised: &mut Promised,
 ) -> Finding {
     let (name, path) = (&disk.name, Path::new(&disk.path));
-    let invalid = |message| refuse(ErrorCode::InvalidRequest, message);
+    let invalid = |message| refuse(ErrorCode::Preflight, message);
     if let Err(why) = must_be_free(path) {
         return invalid(format!("disk '{name}' cannot come to host '{host}': {why}"));
     }
@@ -148,6 +158,12 @@ fn has_place(
             ));
         }
     };
+    if room.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return invalid(format!(
+            "disk '{name}' cannot come to host '{host}': {}",
+            read_only(&named(stores, &disk.path), &dir.to_string())
+        ));
+    }
     let mib = |bytes: u64| bytes >> 20;
     let device = parent.metadata().map_or(0, |parent| parent.dev());
     let promised = promised.entry(device).or_default();
@@ -177,6 +193,8 @@ fn has_place(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_types::DatastoreName;
+    use godwit_types::datastore::Datastore;
     use godwit_types::vm::DISK_GIB_MAX;
 
     #[test]
@@ -190,13 +208,43 @@ mod tests {
                 bytes,
                 used_bytes: 0,
             }];
-            has_place(&host, &disk, &sizes, &mut Promised::default())
+            has_place(
+                (&host, &Datastores::new()),
+                &disk,
+                &sizes,
+                &mut Promised::default(),
+            )
         };
         for bytes in [(DISK_GIB_MAX << 30) + 1, u64::MAX] {
             let refused = format!("{:?}", said(bytes).unwrap_err());
             assert!(refused.contains("at most 65536 GiB"), "{refused}");
         }
         said(DISK_GIB_MAX << 30).unwrap();
+    }
+
+    #[test]
+    fn a_datastore_that_is_mounted_for_reading_only_is_refused_by_its_name() {
+        let Ok(found) = statvfs("/sys") else { return };
+        if !found.f_flag.contains(StatVfsMountFlags::RDONLY) {
+            println!("skipped: /sys is mounted for writing here");
+            return;
+        }
+        let host = HostName::new("b").unwrap();
+        let store = DatastoreName::new("fast").unwrap();
+        let stores = Datastores::from([(store, Datastore::new("/sys", false))]);
+        let sizes = [DiskToMove {
+            name: "root".into(),
+            bytes: 1 << 30,
+            used_bytes: 0,
+        }];
+        let disk = DiskSpec::new("root", "/sys/web-root.raw");
+        let refused = has_place((&host, &stores), &disk, &sizes, &mut Promised::default());
+        let refused = format!("{:?}", refused.unwrap_err());
+        let told = [
+            "'fast' is mounted for reading only: /sys",
+            "remount,rw /sys",
+        ];
+        assert!(told.iter().all(|told| refused.contains(told)), "{refused}");
     }
 
     #[test]
@@ -212,7 +260,7 @@ mod tests {
                 bytes: 1 << 30,
                 used_bytes,
             };
-            super::has_place(&host, &disk, &[size], &mut promised)
+            super::has_place((&host, &Datastores::new()), &disk, &[size], &mut promised)
         };
         has_place("root").unwrap();
         let refused = format!("{:?}", has_place("data").unwrap_err());

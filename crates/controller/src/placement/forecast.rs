@@ -74,8 +74,10 @@ pub async fn foresee(
     let rate = rate(app, &source.agent, name, effort);
     let link = link(app, source, destination, found.cipher, effort);
     let (rate, link) = tokio::join!(rate, link);
+    // What stands in the way first.
+    let link = link?;
     let pause = pause(app, name, &source.host, &destination.host).await?;
-    Ok(predict(&rate?, &link?, pause, (request, &found.disks)))
+    Ok(predict(&rate?, &link, pause, (request, &found.disks)))
 }
 
 /// What is remembered of an earlier prediction's measurements, without asking anybody.
@@ -161,6 +163,12 @@ pub async fn link(
     }
     let reports = app.store.reports_between(&hosts.0, &hosts.1).await?;
     let burst = burst(source, destination, cipher, effort.link_ms).await;
+    if let Err(error) = &burst
+        && stands_in_the_way(error)
+    {
+        // Whatever was achieved before: nothing gets through now.
+        return Err(error.clone());
+    }
     let link = match (achieved(&reports, cipher), burst) {
         (Some((bytes_per_s, count)), burst) => {
             let rtt_s = burst.map_or(0.001, |measured| measured.rtt_s);
@@ -239,7 +247,8 @@ async fn burst(
         streams: first_streams(room, 0.0, false),
         millis,
     };
-    let measured = source.agent.link_send(&send).await?;
+    let measured = source.agent.link_send(&send).await;
+    let measured = measured.map_err(|error| no_way(source, destination, error.into()))?;
     let figures = [measured.bytes_per_s, measured.rtt_ms, measured.seconds];
     if !figures
         .iter()
@@ -259,6 +268,25 @@ async fn burst(
             measured.seconds, measured.streams, source.host, destination.host, measured.rtt_ms
         ),
     })
+}
+
+/// Whether an error of [`foresee`] or [`link`] says that the hosts do not reach each other, rather than that something could not
+/// be measured.
+pub fn stands_in_the_way(error: &ApiError) -> bool {
+    error.code == ErrorCode::Preflight
+}
+
+/// Names both hosts where the source says that no way leads to the destination.
+fn no_way(source: &End, destination: &End, error: ApiError) -> ApiError {
+    if !stands_in_the_way(&error) {
+        return error;
+    }
+    let message = format!(
+        "host {} cannot reach host {} for a migration: {}",
+        source.host, destination.host, error.message
+    );
+    let error = ApiError::new(error.code, message).bounded();
+    error.on_host(&source.host)
 }
 
 /// Of the addresses that a host answers those that are its own, so that nobody is sent to a third machine.
@@ -301,22 +329,22 @@ pub fn predict(
     let cap = request
         .max_bandwidth_mbit_per_s
         .map_or(f64::INFINITY, bytes_per_s);
+    let speed = link.bytes_per_s.min(cap);
+    // Disks go first, and memory once they are copied.
+    let disk_bytes: u64 = disks.iter().map(|disk| disk.used_bytes).sum();
+    let disks_s = disk_bytes as f64 / speed.max(1.0);
     let inputs = Inputs {
         ram_bytes: rate.ram_mib.saturating_mul(MIB),
         data_bytes: rate.data_mib.saturating_mul(MIB),
         ages: rate.ages.clone(),
-        bytes_per_s: link.bytes_per_s.min(cap),
+        bytes_per_s: speed,
         rtt_s: link.rtt_s,
+        before_s: disks_s,
         pause,
     };
-    // Disks go first, and memory once they are copied.
-    let disk_bytes: u64 = disks.iter().map(|disk| disk.used_bytes).sum();
-    let disks_s = disk_bytes as f64 / inputs.bytes_per_s.max(1.0);
     let asked = Asked {
         max_downtime_ms: request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT),
-        deadline_s: request
-            .deadline_s
-            .map(|seconds| seconds.saturating_sub(disks_s.ceil() as u64)),
+        deadline_s: request.deadline_s,
         max_guest_slowdown_percent: request.max_guest_slowdown_percent,
     };
     let mut basis = format!(
@@ -526,7 +554,11 @@ mod tests {
         let disks = predict(&rate, &link, None, (&request, &[disk]));
         assert!((5.0..6.5).contains(&disks.prediction.total_s), "{disks:?}");
         assert!(disks.prediction.basis.contains("3814 MiB of disks"));
-        assert_eq!(disks.cannot_keep.len(), 1, "its deadline of 5 s");
+        let late = &disks.cannot_keep[0].message;
+        assert!(
+            late.contains("about 6 s") && late.contains("its deadline of 5 s"),
+            "the disks' time is part of it: {late}"
+        );
         request.max_bandwidth_mbit_per_s = Some(800);
         let capped = predict(&rate, &link, None, (&request, &[]));
         assert!(

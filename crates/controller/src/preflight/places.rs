@@ -19,7 +19,13 @@ pub fn there(
 ) -> Outcome<VmSpec> {
     let vm = &spec.name;
     if let Some(name) = wish.keys().find(|name| !has(spec, name)) {
-        let message = format!("VM {vm} has no disk '{name}'");
+        let known: Vec<&str> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
+        let known = if known.is_empty() {
+            "none".to_owned()
+        } else {
+            known.join(", ")
+        };
+        let message = format!("VM {vm} has no disk '{name}' (it has {known})");
         return refuse(ErrorCode::InvalidRequest, message);
     }
     let mut there = spec.clone();
@@ -84,10 +90,9 @@ mod tests {
     }
 
     fn store(name: &str, path: &str, shared: bool) -> (DatastoreName, Datastore) {
-        let path = path.to_owned();
         (
             DatastoreName::new(name).unwrap(),
-            Datastore { path, shared },
+            Datastore::new(path, shared),
         )
     }
 
@@ -133,7 +138,7 @@ mod tests {
     #[test]
     fn what_cannot_be_chosen_is_refused_with_the_reason() {
         for (wish, words) in [
-            (("swap", "fast"), "no disk 'swap'"),
+            (("swap", "fast"), "no disk 'swap' (it has root, data, both)"),
             (
                 ("root", "tape"),
                 "no datastore 'tape' (it has fast, san, slow)",

@@ -73,8 +73,7 @@ mod tests {
 
     fn stores() -> Datastores {
         let name = DatastoreName::new("s").unwrap();
-        let (path, shared) = ("/store".to_owned(), true);
-        [(name, Datastore { path, shared })].into()
+        [(name, Datastore::new("/store", true))].into()
     }
 
     fn entry(described: &str, resolved: Option<&str>) -> VmEntry {

@@ -2,9 +2,9 @@
 
 use crate::scripted::{Agent, House, hand_over, host, refused, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
-use godwit_types::MigrationId;
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured, PromiseKind};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
+use godwit_types::{ApiError, ErrorCode, MigrationId};
 
 /// VM web on host a writes so much; the link to host b carries 100 MB/s.
 async fn house(writes_mib_per_s: f64) -> (House, Agent, Agent) {
@@ -171,6 +171,33 @@ async fn a_migration_that_cannot_be_predicted_may_begin() {
     assert!(report.refusals.is_empty());
     let told = |line: &String| line.starts_with("warning:") && line.contains("not be predicted");
     assert!(report.passed.iter().any(told), "{:?}", report.passed);
+}
+
+#[tokio::test]
+async fn a_dry_run_refuses_where_the_source_does_not_reach_the_destination_and_a_migration_waits() {
+    let (house, a, _b) = house(1.0).await;
+    let why = "cannot connect to 10.0.0.2:7001 (timed out): see the firewall";
+    a.script().refuse_link = Some(ApiError::new(ErrorCode::Preflight, why));
+    a.script().rate = None;
+    let report = dry(&house, to("b")).await;
+    let [refusal] = &report.refusals[..] else {
+        panic!("{report:?}")
+    };
+    let told = format!("host a cannot reach host b for a migration: {why}");
+    assert_eq!(
+        (&refusal.message, refusal.code),
+        (&told, ErrorCode::Preflight)
+    );
+    assert_eq!(
+        (refusal.host.as_deref(), report.prediction),
+        (Some("a"), None)
+    );
+    let promised = MigrateRequest {
+        deadline_s: Some(60),
+        ..to("b")
+    };
+    let begun = house.client().migrate(&vm("web"), &promised).await;
+    assert!(matches!(begun, Ok(MigrateAnswer::Begun(_))), "{begun:?}");
 }
 
 #[tokio::test]

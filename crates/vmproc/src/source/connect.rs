@@ -23,6 +23,7 @@ impl SourceDriver {
             self.pause(Duration::ZERO)?;
             let reason = match self.connect_once(first) {
                 Ok(set) => return Ok(set),
+                Err(Halt::Lost(reason)) if first => self.not_reached(&reason),
                 Err(Halt::Lost(reason)) => reason,
                 Err(halt) => return Err(halt),
             };
@@ -40,6 +41,12 @@ impl SourceDriver {
             }
             self.pause(RECONNECT_PAUSE)?;
         }
+    }
+
+    /// Why there are no channels, in words for who knows the hosts by their names.
+    fn not_reached(&self, reason: &str) -> String {
+        let [from, to] = &self.parts.hosts;
+        format!("host {from} cannot reach host {to} for a migration: {reason}")
     }
 
     fn connect_once(&mut self, first: bool) -> Result<ConnectionSet, Halt> {

@@ -16,7 +16,7 @@ use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::save_gate::SaveGate;
 use godwit_streams::ControlSlot;
 use godwit_streams::source::{Ending, Route, TellDriver};
-use godwit_types::Generation;
+use godwit_types::{Generation, HostName};
 use godwit_wire::Spec;
 use std::fs::File;
 use std::sync::Arc;
@@ -43,6 +43,8 @@ pub(crate) struct SourceParts {
     /// The version of the control channel.
     pub protocol: u32,
     pub routes: Vec<Route>,
+    /// This host and the other one.
+    pub hosts: [HostName; 2],
     pub ram: Arc<RamFile>,
     pub machine: Arc<Machine>,
     pub console: Arc<Console>,

@@ -55,6 +55,7 @@ pub struct Script {
     pub rate: Option<DirtyRate>,
     /// What the link from here carries, where it measures.
     pub link: Option<LinkMeasured>,
+    pub refuse_link: Option<ApiError>,
     pub calls: Vec<String>,
     /// Answers these calls only once this turns true.
     pub held: BTreeMap<&'static str, watch::Receiver<bool>>,

@@ -375,6 +375,9 @@ async fn link_send(
     JsonBody(_): JsonBody<LinkProbeSend>,
 ) -> ApiResult<LinkMeasured> {
     note(&s, "link-send".into());
+    if let Some(error) = script(&s).refuse_link.clone() {
+        return Err(Failure(error));
+    }
     match script(&s).link {
         Some(link) => Ok(Json(link)),
         None => unknown(ErrorCode::HostUnreachable),

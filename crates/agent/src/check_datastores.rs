@@ -1,0 +1,262 @@
+//! The part of `host check` that looks at datastores: whether each is there, can be written by QEMU's users, and has room.
+//!
+//! Makes a file that never has a name, and keeps nothing. Owns the list of those whose storage hangs, so that one thread at most
+//! waits for each. Refuses: to wait for storage for longer than [`PATIENCE`].
+
+use crate::check::{failed, note, ok, warning};
+use crate::config::HostConfig;
+use crate::datastore_rooms::said;
+use crate::users::{self, User};
+use godwit_qemu::disk::DiskError;
+use godwit_qemu::disk_place::can_make_image;
+use godwit_types::DatastoreName;
+use godwit_types::datastore::{Datastore, DatastoreRoom};
+use godwit_types::host::Check;
+use godwit_types::vm::UIDS;
+use rustix::fs::{StatVfsMountFlags, statvfs};
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::mpsc::channel;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+const NAME: &str = "datastore";
+/// Longest wait for a datastore's storage.
+const PATIENCE: Duration = Duration::from_secs(3);
+/// Free room, percent, below which it is time to do something.
+const FREE_GOOD_PERCENT: u64 = 5;
+/// What somebody looks at now.
+static LOOKED_AT: (Mutex<BTreeSet<String>>, Condvar) =
+    (Mutex::new(BTreeSet::new()), Condvar::new());
+
+/// A line for each datastore.
+pub(crate) fn check(config: &HostConfig) -> Vec<Check> {
+    let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(users::NOBODY);
+    let stores = config.datastores.iter();
+    stores
+        .map(|(name, store)| in_time(name, store, user, PATIENCE))
+        .collect()
+}
+
+fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Duration) -> Check {
+    let (sender, receiver) = channel();
+    let (named, path) = (name.clone(), store.path.clone());
+    if begin(&path, patience) {
+        let work = move || {
+            let found = look(&named, &path, user);
+            end(&path);
+            // Nobody waits for one that came too late.
+            let _ = sender.send(found);
+        };
+        let thread = std::thread::Builder::new().name("datastore".into());
+        if thread.spawn(work).is_err() {
+            end(&store.path);
+        }
+    } else {
+        drop(sender);
+    }
+    receiver.recv_timeout(patience).unwrap_or_else(|_| {
+        failed(
+            NAME,
+            format!(
+                "{name}: its storage does not answer within {} s: {}",
+                patience.as_secs(),
+                store.path
+            ),
+            "see whether the storage behind it is reached: disks there stand still meanwhile",
+        )
+    })
+}
+
+/// Waits until nobody else looks there; returns whether that came.
+fn begin(path: &str, patience: Duration) -> bool {
+    let (all, ended) = &LOOKED_AT;
+    let all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = ended.wait_timeout_while(all, patience, |all| all.contains(path));
+    let (mut all, _) = waited.unwrap_or_else(PoisonError::into_inner);
+    all.insert(path.to_owned())
+}
+
+fn end(path: &str) {
+    let (all, ended) = &LOOKED_AT;
+    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    all.remove(path);
+    ended.notify_all();
+}
+
+fn look(name: &DatastoreName, path: &str, user: User) -> Check {
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_dir() => {}
+        Ok(_) => {
+            return failed(
+                NAME,
+                format!("{name}: {path} is no directory"),
+                "correct [datastores] in host.toml and restart godwit-agent",
+            );
+        }
+        Err(error) => {
+            return failed(
+                NAME,
+                format!("{name}: {path} is not there: {error}"),
+                format!(
+                    "mount it, or make it: install -d -g {} -m 2770 {path}",
+                    user.gid
+                ),
+            );
+        }
+    }
+    let found = match statvfs(Path::new(path)) {
+        Ok(found) => found,
+        Err(error) => {
+            return failed(
+                NAME,
+                format!("{name}: {path} cannot be looked at: {error}"),
+                "see that its storage is well",
+            );
+        }
+    };
+    if found.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return failed(
+            NAME,
+            format!("{name}: {path} is mounted for reading only: no disk can come to it"),
+            format!(
+                "see in 'dmesg' whether its storage failed, and mount it for writing: mount -o remount,rw {path}"
+            ),
+        );
+    }
+    let room = said(&found);
+    not_writable(name, path, user).unwrap_or_else(|| judge_room(name, path, room))
+}
+
+/// What keeps QEMU's users from making images there, if anything does. VMs have users of their own in the common group.
+fn not_writable(name: &DatastoreName, path: &str, user: User) -> Option<Check> {
+    if !rustix::process::geteuid().is_root() {
+        let found = format!("{name}: only root can tell whether QEMU's users may write in {path}");
+        return Some(note(NAME, found, ""));
+    }
+    let image = Path::new(path).join("image.raw");
+    let can = |uid| can_make_image(&image, uid, user.gid);
+    match can(user.uid).or_else(|_| can(*UIDS.start())).err()? {
+        DiskError::NoPlace { .. } => Some(failed(
+            NAME,
+            format!("{name}: QEMU's users may not make images in {path}"),
+            format!(
+                "chgrp {} {path}; chmod 2770 {path}, and let that group pass through the directories above",
+                user.gid
+            ),
+        )),
+        // A full one may not even take a file without a name; its room says so.
+        DiskError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => None,
+        other => Some(failed(
+            NAME,
+            format!("{name}: no image can be made in {path}: {other}"),
+            "give the datastore another directory in host.toml and restart godwit-agent",
+        )),
+    }
+}
+
+fn judge_room(name: &DatastoreName, path: &str, room: DatastoreRoom) -> Check {
+    let DatastoreRoom {
+        free_mib,
+        total_mib,
+    } = room;
+    let found =
+        format!("{name}: {free_mib} of {total_mib} MiB are free for disks that come in {path}");
+    if free_mib == 0 {
+        return failed(
+            NAME,
+            format!("{found}: it is full"),
+            "make room there: no disk can come, and guests whose disks grow there pause",
+        );
+    }
+    if free_mib < total_mib / 100 * FREE_GOOD_PERCENT {
+        return warning(
+            NAME,
+            found,
+            "make room there, or move disks elsewhere with 'godwit vm move-disk'",
+        );
+    }
+    ok(NAME, found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::host::CheckStatus;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    fn name() -> DatastoreName {
+        DatastoreName::new("fast").unwrap()
+    }
+
+    fn looked(path: &str) -> Check {
+        let store = Datastore::new(path, false);
+        in_time(&name(), &store, users::NOBODY, PATIENCE)
+    }
+
+    #[test]
+    fn a_datastore_that_is_missing_or_a_file_fails_with_its_remedy() {
+        let dir = tempfile::tempdir().unwrap();
+        let gone = dir.path().join("gone").display().to_string();
+        let found = looked(&gone);
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.contains("is not there") && found.remedy.contains("install -d"));
+        std::fs::write(&gone, "").unwrap();
+        let found = looked(&gone);
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.contains("is no directory"), "{}", found.found);
+    }
+
+    #[test]
+    fn a_datastore_that_qemus_users_may_not_write_fails_until_they_may() {
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: another user's rights need root");
+            return;
+        }
+        let parent = tempfile::tempdir_in("/var/tmp").unwrap();
+        std::fs::set_permissions(parent.path(), Permissions::from_mode(0o755)).unwrap();
+        let dir = parent.path().join("fast");
+        std::fs::create_dir(&dir).unwrap();
+        let path = dir.display().to_string();
+        let found = looked(&path);
+        assert_eq!(found.status, CheckStatus::Failed, "{found:?}");
+        assert!(found.remedy.contains(&format!("chmod 2770 {path}")));
+        std::os::unix::fs::chown(&dir, None, Some(users::NOBODY.gid)).unwrap();
+        std::fs::set_permissions(&dir, Permissions::from_mode(0o2770)).unwrap();
+        let found = looked(&path);
+        assert!(!found.found.contains("may not"), "{found:?}");
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn little_room_is_warned_of_and_none_fails() {
+        let judged = |free_mib| {
+            let room = DatastoreRoom {
+                free_mib,
+                total_mib: 10_000,
+            };
+            judge_room(&name(), "/srv/fast", room)
+        };
+        for (free_mib, status) in [
+            (0, CheckStatus::Failed),
+            (499, CheckStatus::Warning),
+            (500, CheckStatus::Ok),
+        ] {
+            assert_eq!(judged(free_mib).status, status, "{free_mib}");
+        }
+        assert!(judged(499).found.contains("499 of 10000 MiB"));
+    }
+
+    #[test]
+    fn one_whose_storage_hangs_is_told_and_waited_for_by_one_thread() {
+        let path = "/a/datastore/that/somebody/looks/at";
+        assert!(begin(path, PATIENCE));
+        let store = Datastore::new(path, false);
+        let found = in_time(&name(), &store, users::NOBODY, Duration::from_millis(10));
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.contains("does not answer"), "{}", found.found);
+        end(path);
+        assert!(looked(path).found.contains("is not there"));
+    }
+}
