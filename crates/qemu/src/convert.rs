@@ -75,7 +75,7 @@ pub(crate) fn to_raw(
     let (status, words) = run(&["check", "-q", &image])?;
     if status.code() == Some(DAMAGED) {
         return Err(format!(
-            "qemu-img finds the image damaged, as one is whose download broke off: get it anew ({})",
+            "qemu-img finds the image damaged, as one is whose download broke off: get it anew, or where it is whole and was only not closed, have 'qemu-img check -r all' mend it ({})",
             words
                 .lines()
                 .next()
