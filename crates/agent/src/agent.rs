@@ -407,13 +407,28 @@ impl Agent {
         .await
     }
 
-    /// Boots a VM because somebody asked.
-    pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+    /// What comes before its VM process is asked to boot a VM.
+    async fn prepare_start(
+        self: &Arc<Self>,
+        name: &VmName,
+    ) -> Reply<(Arc<Supervised>, Option<Promise>)> {
         self.closing.refuse(self.host())?;
         let vm = self.known(name)?;
         self.renew_idle(&vm).await?;
         let promise = self.promise_memory(&vm).await?;
-        let done = self.act(name, VmRequest::Start).await?;
+        vm.need(NEED).await?;
+        Ok((vm, promise))
+    }
+
+    /// Boots a VM because somebody asked. Where it is refused before its VM process was asked, nothing began: a VM that is off
+    /// begins by that request alone.
+    pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let prepared = self.prepare_start(name).await;
+        let (vm, promise) = prepared.map_err(ApiError::not_begun)?;
+        let VmAnswer::Done(message) = vm.ask(&VmRequest::Start, ACT).await? else {
+            return Err(unexpected(name));
+        };
+        let done = Done { message };
         drop(promise);
         self.no_boot_wanted(name);
         let (agent, name) = (self.clone(), name.clone());

@@ -1,10 +1,11 @@
 //! A host that shuts down, with stub VM processes whose guests are processes that wait.
 
 use super::*;
-use crate::api::tests::Served;
+use crate::api::tests::{Served, put};
 use crate::life::Life;
-use crate::test_support::{BOOTED, CLOSED, CLOSES, STATE, TestHost, spec, vm};
+use crate::test_support::{BOOT_FAILS, BOOTED, CLOSED, CLOSES, STATE, TestHost, spec, vm};
 use godwit_ownership::Power;
+use godwit_rpc::ClientError;
 use godwit_types::host_api::CloseRequest;
 use godwit_types::site::SiteTable;
 use rustix::process::{Signal, kill_process};
@@ -171,6 +172,24 @@ fn the_mark_of_an_earlier_boot_means_nothing() {
     assert!(Closing::open(dir.path(), "boot-1", 1).unwrap().is_on());
     assert!(!Closing::open(dir.path(), "boot-2", 1).unwrap().is_on());
     assert!(!mark.exists(), "VM processes look at it, too");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_says_that_nothing_began_only_where_its_vm_process_was_not_asked() {
+    let served = Served::new().await;
+    let (controller, web) = (served.controller(), vm("web"));
+    controller.put_vm(&put("web", 1)).await.unwrap();
+    let began_nothing = async || match controller.start(&web).await {
+        Err(ClientError::Refused(refused)) => refused.not_begun,
+        other => panic!("{other:?}"),
+    };
+    served.agent.close(false).await.unwrap();
+    assert!(began_nothing().await);
+    served.agent.open().await.unwrap();
+    // What comes of it later its VM process alone can say, and this one does not.
+    std::fs::write(served.host.run_dir("web").join(BOOT_FAILS), "no").unwrap();
+    assert!(!began_nothing().await);
+    served.end("web");
 }
 
 #[tokio::test(flavor = "multi_thread")]

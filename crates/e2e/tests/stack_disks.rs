@@ -70,6 +70,17 @@ fn image_has_all_at(stack: &Stack, vm: &str, (image, host): (&str, &str)) -> Res
     Ok(())
 }
 
+/// VM one, which is on, is turned off and deleted; until then nobody starts another with its image.
+fn keeps_its_disk_until_it_is_deleted(stack: &Stack, start_another: &[&str]) -> Result<()> {
+    stack.ok("controller", &["vm", "stop", "one", "--force"])?;
+    stack.until("VM one is off", SOON, || {
+        Ok(stack.vm("one")?["state"] == "stopped")
+    })?;
+    let sentence = stack.refused("controller", start_another, 2, "invalid-request")?;
+    names(&sentence, &["disk 'root' of VM 'one'", "delete that VM"])?;
+    stack.ok("controller", &["vm", "delete", "one"]).map(drop)
+}
+
 #[test]
 fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     let stack = Stack::new("disks", &Plan::default())?;
@@ -118,7 +129,7 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     goes_on(&stack, "one")?;
     ok(&["vm", "pause", "one"])?;
     image_has_all(&stack, "one", &image)?;
-    stack.remove("one")?;
+    keeps_its_disk_until_it_is_deleted(&stack, &start)?;
     ok(&["vm", "start", "two", "--on", "a"])?;
     goes_on(&stack, "two")?;
     stack.remove("two")?;

@@ -178,7 +178,8 @@ impl ImageClaim<'_> {
         }
     }
 
-    /// Between VMs of one host the image's lock decides, while they have it.
+    /// Between VMs of one host the image's lock decides, while they have it, and before that whether the other one is to keep
+    /// it, which its files tell and not this record.
     fn take_from_another(&self, found: &ImageRecord) -> Result<ImageRecord, ImageRefusal> {
         match found.holder == *self.host && self.anew {
             true => Ok(self.record(self.fresh, self.next(found.taken))),

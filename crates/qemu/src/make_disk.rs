@@ -4,7 +4,8 @@
 //! directory that this user does not. The image grows under another name beside its own, is made durable, and then gets its name, which
 //! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
 //! image bears whose disk it is until it is first used, so that one that was made just before a kill is known. Refuses: a path where something else
-//! is, sources that are no files, that do not fit, or that name other files, and places without room.
+//! is, sources that are no files, that do not fit, that name other files, or that
+//! somebody may write, and places without room.
 
 use crate::convert;
 use crate::disk::{DiskError, NotOpened, length_and_use, open_looked_at, rename_to_free};
@@ -13,6 +14,8 @@ use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
+use godwit_blockio::{Access, holder, lock_file};
+use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
@@ -27,6 +30,7 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// Where an image bears whose disk it is.
 const MARK: &str = "user.godwit.disk";
@@ -34,6 +38,8 @@ const MARK: &str = "user.godwit.disk";
 const MARK_MAX: usize = 8192;
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
+/// How long an image is waited for whose last user may have died just now.
+const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// Bytes of a disk's blocks.
 const BLOCK: u64 = 512;
 
@@ -87,6 +93,9 @@ impl Maker<'_> {
             .as_deref()
             .map(|from| Source::open(from, self.reserved, self.user));
         let source = source.transpose()?;
+        if let Some(source) = &source {
+            source.lock(self.vm, &disk.name)?;
+        }
         let bytes = length(disk, source.as_ref())?;
         let needed = source.as_ref().map_or(0, |source| source.needed);
         progress.total.store(needed, Ordering::Relaxed);
@@ -396,6 +405,33 @@ impl Source {
                 written,
             }),
         }
+    }
+
+    /// Has nobody write it while it is copied. Refuses one that a VM or a tool has open for writing, also where that writes nothing
+    /// just now. What keeps no locks is copied without.
+    fn lock(&self, vm: &VmName, disk: &str) -> Result<(), String> {
+        let name = format!("{vm}/{disk}/from");
+        let path = Path::new(&self.path);
+        match lock_file(&self.file, path, Access::ReadOnly, &name, LOCK_WAIT) {
+            Ok(()) => Ok(()),
+            Err(error @ godwit_blockio::Error::InUse { .. }) => {
+                let whose = self.whose().map_or_else(String::new, |record| {
+                    let ImageRecord { vm, disk, .. } = record;
+                    format!("; by what it says of itself it is disk '{disk}' of VM '{vm}', which may be copied while that VM is off")
+                });
+                Err(format!("{error}{whose}"))
+            }
+            Err(error) => {
+                tracing::warn!(%error, "nobody is kept from writing what a disk is made from");
+                Ok(())
+            }
+        }
+    }
+
+    /// Whose disk the image is, as it says itself.
+    fn whose(&self) -> Option<ImageRecord> {
+        let held = holder::read(self.file.as_fd()).ok()??;
+        serde_json::from_slice(&held.text).ok()
     }
 
     /// A copy of what was written meanwhile is neither what was there before nor what is there now; a block device does not tell.

@@ -109,6 +109,48 @@ fn a_copy_is_sparse_grown_and_for_the_group_and_is_made_once() {
 }
 
 #[test]
+fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_written() {
+    let here = Here::new();
+    std::fs::write(here.at("base"), [7; 1024]).unwrap();
+    let disk = here.disk(Some("base"), None);
+    let path = here.at("base");
+    let open = || File::options().read(true).write(true).open(&path).unwrap();
+    // A program that another test is just starting has its descriptors for a moment.
+    let patient = Duration::from_secs(60);
+    let lock =
+        |file: &File, access, patience| lock_file(file, &path, access, "a/db/root", patience);
+    let guest = open();
+    lock(&guest, Access::ReadWrite, patient).unwrap();
+    here.refused(&disk, &["the image", "is in use", "another VM has it open"]);
+    let record = ImageRecord {
+        format: godwit_ownership::IMAGE_RECORD_FORMAT,
+        image: godwit_ownership::ImageId::new(7),
+        vm: VmName::new("db").unwrap(),
+        disk: "data".to_owned(),
+        holder: godwit_types::HostName::new("a").unwrap(),
+        generation: godwit_types::Generation(2),
+        taken: 1,
+    };
+    let text = serde_json::to_vec(&record).unwrap();
+    assert!(holder::replace(guest.as_fd(), None, &text).unwrap());
+    here.refused(&disk, &["is in use", "disk 'data' of VM 'db'"]);
+    drop(guest);
+    // Others read it meanwhile, and no guest gets it for writing.
+    let reader = open();
+    lock(&reader, Access::ReadOnly, patient).unwrap();
+    let source = Source::open(path.to_str().unwrap(), &Reserved::default(), own_user()).unwrap();
+    source.lock(&here.vm, "root").unwrap();
+    drop(reader);
+    let refused = lock(&open(), Access::ReadWrite, Duration::ZERO);
+    assert!(
+        matches!(refused, Err(godwit_blockio::Error::InUse { .. })),
+        "{refused:?}"
+    );
+    drop(source);
+    here.make(&disk).unwrap();
+}
+
+#[test]
 fn the_disk_of_a_vm_that_was_deleted_is_not_that_of_one_which_is_made_anew() {
     let here = Here::new();
     for name in ["base", "newer"] {

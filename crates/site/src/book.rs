@@ -42,6 +42,23 @@ impl Granted {
     }
 }
 
+/// Who held a VM, and under which generation, when its guest may have run last.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ran {
+    /// Nobody who is still in the site.
+    pub holder: Option<HostName>,
+    pub held: Generation,
+}
+
+/// A grant whose host refused the start before a hypervisor began there.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NotBegun {
+    pub generation: Generation,
+    pub before: Ran,
+}
+
 /// What the controller knows of one VM's right, as the database keeps it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -60,6 +77,9 @@ pub struct Entry {
     /// Holder and deletion come from what a host said, not from what this database did.
     #[serde(default)]
     pub hearsay: bool,
+    /// The last grant, where nothing began by it. Where it is not the newest any more it says nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_begun: Option<NotBegun>,
     /// The word that wrote this.
     pub stamp: Stamp,
 }
@@ -74,6 +94,18 @@ impl Entry {
             self.granted.remove(1);
         }
         self.granted.push(granted);
+    }
+
+    /// Where the guest may have run last; nowhere where the VM was deleted.
+    pub fn ran(&self) -> Ran {
+        match &self.not_begun {
+            _ if self.deleted => Ran::default(),
+            Some(not_begun) if not_begun.generation == self.held => not_begun.before.clone(),
+            _ => Ran {
+                holder: self.holder.clone(),
+                held: self.held,
+            },
+        }
     }
 
     pub(crate) fn row(&self) -> SiteVm {

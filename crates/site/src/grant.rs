@@ -7,7 +7,7 @@
 //! makes them one picture: such a host can since have taken only a generation above the level, and for that its giver
 //! would have had to answer with one, too.
 
-use crate::book::{Book, FENCED_GAP, Granted};
+use crate::book::{Book, FENCED_GAP, Granted, NotBegun, Ran};
 use crate::plant::Plant;
 use crate::refusal::Refusal;
 use godwit_types::site::{Claim, RecordSaid, Standing, SurveyAnswer};
@@ -69,6 +69,8 @@ pub struct Grant {
     pub generation: Generation,
     /// The level of the survey that it follows.
     pub expect: Generation,
+    /// Where the guest may have run before it.
+    pub before: Ran,
 }
 
 /// The permission of a migration.
@@ -322,6 +324,8 @@ impl Book {
         let next = free.level.0.checked_add(step).map(Generation);
         let generation = next.ok_or_else(|| Refusal::Exhausted { vm: vm.clone() })?;
         let entry = self.vms.entry(vm.clone()).or_default();
+        let before = entry.ran();
+        entry.not_begun = None;
         entry.highest = generation;
         entry.held = generation;
         entry.holder = Some(on.clone());
@@ -340,7 +344,25 @@ impl Book {
             on: on.clone(),
             generation,
             expect: free.level,
+            before,
         })
+    }
+
+    /// The host of a grant refused the start before a hypervisor began there, and has let the VM go: where its guest ran is
+    /// as before. Nothing follows where the host may hold the VM, or somebody else has since.
+    pub fn nothing_began(&mut self, grant: &Grant) {
+        let Some(entry) = self.vms.get_mut(&grant.vm) else {
+            return;
+        };
+        let is_newest = entry.held == grant.generation && entry.holder.as_ref() == Some(&grant.on);
+        if !is_newest || entry.deleted || entry.may_hold.contains_key(&grant.on) {
+            return;
+        }
+        entry.not_begun = Some(NotBegun {
+            generation: grant.generation,
+            before: grant.before.clone(),
+        });
+        self.touch(&grant.vm);
     }
 
     /// Who counts as off gets no VM before it was heard: surveys would pass it over while it runs the VM.

@@ -417,6 +417,12 @@ fn enter(entry: &mut Entry, host: &HostName, record: &RecordSaid, receives: bool
             entry.highest = entry.highest.max(told);
         }
     }
+    if let Some(held) = record.claim.held() {
+        // Whoever holds it by that grant after all, as an old copy of its host's disk, may have run it.
+        entry
+            .not_begun
+            .take_if(|not_begun| not_begun.generation <= held);
+    }
     if record.claim.may_hold() || receives {
         let told = record.claim.held().unwrap_or(record.highest);
         let is_bounded = is_plausible(entry.highest, told) || no_bound;

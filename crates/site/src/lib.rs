@@ -49,7 +49,7 @@ mod strangers;
 mod takeover;
 mod unwritten;
 
-pub use book::{Book, Entry, Granted, HostRow, Row};
+pub use book::{Book, Entry, Granted, HostRow, NotBegun, Ran, Row};
 pub use boot::{Answerer, HostSite, Judged, LONE_HOST_WAITS_S, Stale};
 pub use claim::claim_of;
 pub use gift::{KeptGift, SinceGift};

@@ -111,6 +111,9 @@ pub struct ApiError {
     /// The host it concerns, when there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
+    /// Of a start that was refused: no hypervisor was begun for it, so that no guest wrote anything. Said only where that is certain.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub not_begun: bool,
 }
 
 fn known_code<'de, D: Deserializer<'de>>(code: D) -> Result<ErrorCode, D::Error> {
@@ -126,6 +129,7 @@ impl ApiError {
             code,
             message: message.into(),
             host: None,
+            not_begun: false,
         }
     }
 
@@ -136,6 +140,12 @@ impl ApiError {
             crate::text::sentence(host);
             crate::text::cut(host, crate::ids::NAME_LEN_MAX);
         }
+        self
+    }
+
+    /// The same error of a start for which no hypervisor was begun.
+    pub fn not_begun(mut self) -> Self {
+        self.not_begun = true;
         self
     }
 

@@ -15,6 +15,7 @@ mod history;
 mod images;
 mod in_place;
 mod keeping;
+mod kept;
 mod left;
 mod moving;
 mod resize;

@@ -77,6 +77,36 @@ fn a_person_s_start_that_fails_leaves_a_vm_off_that_was() {
     assert_eq!(site.phase(), holds(Power::Off));
 }
 
+/// Whether a start that was refused says that no hypervisor was begun.
+fn refused_before_qemu(change: impl FnOnce(&mut Site)) -> bool {
+    let mut site = Site::new();
+    site.record(holds(Power::Off));
+    change(&mut site);
+    let mut vm = open(&site);
+    let refused = ask(&mut vm, VmRequest::Start).unwrap_err();
+    assert_eq!(shown(&vm).state, VmState::Stopped, "{refused}");
+    refused.not_begun
+}
+
+#[test]
+fn a_start_that_is_refused_says_whether_no_hypervisor_was_begun() {
+    let described = |site: &Site, more: &str| {
+        let text = format!("name = \"web\"\nvcpus = 1\nmemory_mib = 16\n{more}");
+        let spec = godwit_types::VmSpec::from_toml(&text).unwrap();
+        save_json(&site.paths.spec(), &spec).unwrap();
+    };
+    assert!(refused_before_qemu(|_| {}), "there is no kernel");
+    assert!(refused_before_qemu(|site| {
+        let disk = "[[disk]]\nname = \"root\"\npath = \"/no/such/image\"";
+        described(site, &format!("hardware = 2\n{disk}"));
+    }));
+    // One that ended at once may have done anything.
+    assert!(!refused_before_qemu(|site| {
+        described(site, "kernel = \"/proc/self/exe\"");
+        site.config.qemu = "/bin/false".to_owned();
+    }));
+}
+
 /// No process of the VM came up any more: what ran could not be stopped, what was down was not booted.
 #[test]
 fn a_vm_whose_description_or_note_is_damaged_has_a_process_that_can_turn_it_off() {

@@ -46,6 +46,7 @@ pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<Dis
     };
     if making.is_none() {
         app.makings.lock().remove(&name);
+        plan.has_made_disks = true;
         for spec in [&mut plan.entry.spec, &mut plan.resolved] {
             *spec = spec.clone().with_disks_made();
         }

@@ -16,8 +16,8 @@ use crate::state::{Place, VmEntry};
 use crate::survey::{clear, refused, survey};
 use crate::uids;
 use futures_util::future::join_all;
-use godwit_rpc::AgentClient;
-use godwit_site::{Book, Free, Refusal, Surveyed};
+use godwit_rpc::{AgentClient, ClientError};
+use godwit_site::{Book, Free, Grant, Refusal, Surveyed};
 use godwit_types::control_api::{StartRequest, Started};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
@@ -70,6 +70,8 @@ pub(super) struct Plan {
     pub(super) host: HostName,
     pub(super) resolved: VmSpec,
     pub(super) held: Option<Place>,
+    /// Whether disks of it were made on the host, which no other one has.
+    pub(super) has_made_disks: bool,
     /// Hosts that were not regarded when the VM's CPU model was chosen.
     left_out: Vec<HostName>,
 }
@@ -172,9 +174,10 @@ fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
     let Some(entry) = book.entry(name).filter(|entry| !entry.deleted) else {
         return WrittenOn::Nowhere;
     };
-    match &entry.holder {
-        Some(host) if book.is_enrolled(host) => WrittenOn::Host(host.clone()),
-        None if entry.held == Generation(0) => WrittenOn::Nowhere,
+    let ran = entry.ran();
+    match ran.holder {
+        Some(host) if book.is_enrolled(&host) => WrittenOn::Host(host),
+        None if ran.held == Generation(0) => WrittenOn::Nowhere,
         _ => WrittenOn::Removed { is_named },
     }
 }
@@ -228,6 +231,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         host,
         resolved,
         held,
+        has_made_disks: false,
         left_out,
     })
 }
@@ -310,30 +314,54 @@ async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) 
         generation: grant.generation,
         expect: Some(grant.expect),
     };
-    let result = put_and_start(agent, &put).await;
-    if let Err(error) = &result
-        && !error.may_be_done()
-    {
-        take_back(app, agent, plan).await;
+    let Err(failed) = put_and_start(agent, &put).await else {
+        return Ok(());
+    };
+    if !failed.error.may_be_done() {
+        let is_gone = take_back(app, agent, plan).await;
+        if is_gone && failed.nothing_began && !plan.has_made_disks {
+            note_nothing_began(app, &grant).await;
+        }
     }
-    result.map_err(ApiError::from)
+    Err(failed.error.into())
 }
 
-async fn put_and_start(agent: &AgentClient, put: &PutVm) -> Result<(), godwit_rpc::ClientError> {
-    agent.put_vm(put).await?;
-    agent.start(&put.spec.name).await?;
-    Ok(())
+/// A start that failed.
+struct Failed {
+    error: ClientError,
+    /// Whether it is certain that no hypervisor was begun for it.
+    nothing_began: bool,
 }
 
-/// A start that was refused leaves nothing behind at the host; the generation is used up.
-async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
+async fn put_and_start(agent: &AgentClient, put: &PutVm) -> Result<(), Failed> {
+    // Nobody but who grants a VM has it started.
+    let not_asked = |error| Failed {
+        error,
+        nothing_began: true,
+    };
+    agent.put_vm(put).await.map_err(not_asked)?;
+    let started = agent.start(&put.spec.name).await;
+    started.map(drop).map_err(|error| Failed {
+        nothing_began: match &error {
+            ClientError::Refused(refusal) => refusal.not_begun,
+            ClientError::NotReached { .. } => true,
+            _ => false,
+        },
+        error,
+    })
+}
+
+/// A start that was refused leaves nothing behind at the host; the generation is used up. Returns whether the host has let
+/// the VM go.
+async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) -> bool {
     let name = &plan.entry.spec.name;
     if let Err(error) = forget_at(agent, &plan.host, name).await {
         tracing::warn!(vm = %name, host = %plan.host, %error, "the host keeps a VM that did not start");
-        return;
+        return false;
     }
     let only = std::collections::BTreeSet::from([plan.host.clone()]);
-    if let Err(error) = clear(app, name, only).await {
+    let cleared = clear(app, name, only).await;
+    if let Err(error) = &cleared {
         tracing::warn!(vm = %name, host = %plan.host, %error, "the host still counts as one that may hold the VM");
     }
     let entry = plan.entry.clone();
@@ -341,4 +369,13 @@ async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
         tracing::error!(vm = %name, %error, "cannot note how a VM is described");
     }
     app.state().vms.insert(name.clone(), entry);
+    cleared.is_ok()
+}
+
+/// The VM may start wherever it might have before that grant.
+async fn note_nothing_began(app: &App, grant: &Grant) {
+    app.state().book.nothing_began(grant);
+    if let Err(error) = app.write().await {
+        tracing::warn!(vm = %grant.vm, %error, "cannot note that nothing of a VM began");
+    }
 }

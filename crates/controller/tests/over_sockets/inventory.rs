@@ -374,6 +374,61 @@ async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared()
 }
 
 #[tokio::test]
+async fn a_start_by_which_nothing_began_leaves_the_vm_free_to_start_elsewhere() {
+    let mut house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let on = |name: &str| StartRequest {
+        on: Some(host(name)),
+    };
+    house.client().create_vm(&with_a_disk()).await.unwrap();
+    let start = async |house: &House, name: &str| {
+        let client = house.client();
+        client.start(&vm("web"), &on(name)).await
+    };
+    let missing = ApiError::new(ErrorCode::MissingFile, "there is no /data.raw");
+    for agent in [&a, &b] {
+        agent.script().refuse_start = Some(missing.clone().not_begun());
+    }
+    for name in ["a", "b"] {
+        refused!(start(&house, name).await, MissingFile);
+    }
+    // Nor does a controller that begins anew forget it.
+    house.stop().await;
+    house.start().await;
+    a.script().refuse_start = None;
+    house.until_host("a", HostState::Connected).await;
+    start(&house, "a").await.unwrap();
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
+    // From now on its disk is there, whoever refused it since.
+    refused!(start(&house, "b").await, WrongState);
+    a.script().vms.clear();
+    a.script().refuse_start = Some(missing.not_begun());
+    refused!(start(&house, "a").await, MissingFile);
+    refused!(start(&house, "b").await, WrongState);
+}
+
+#[tokio::test]
+async fn a_start_by_which_something_may_have_begun_ties_the_vm_to_its_host() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let client = house.client();
+    let on = |name: &str| StartRequest {
+        on: Some(host(name)),
+    };
+    client.create_vm(&with_a_disk()).await.unwrap();
+    let error = ApiError::new(ErrorCode::Hypervisor, "QEMU ended at once");
+    a.script().refuse_start = Some(error);
+    refused!(client.start(&vm("web"), &on("a")).await, Hypervisor);
+    assert!(a.script().vms.is_empty());
+    let error = client.start(&vm("web"), &on("b")).await.unwrap_err();
+    assert!(
+        error.to_string().contains("last written on host a"),
+        "{error}"
+    );
+    assert_eq!(b.calls("put"), 0);
+}
+
+#[tokio::test]
 async fn a_holder_that_wants_a_new_generation_gets_one_above_all() {
     let house = House::new().await;
     let (a, client) = (house.host("a").await, house.client());

@@ -322,6 +322,32 @@ fn what_a_removed_host_held_is_granted_far_above() {
 }
 
 #[test]
+fn where_a_vm_ran_is_as_before_a_grant_by_which_nothing_began() {
+    let (mut book, held) = web_on_a();
+    let ran = |book: &Book| {
+        let ran = book.entry(&vm("web")).unwrap().ran();
+        (ran.holder, ran.held.0)
+    };
+    let for_b = free(survey(&mut book, "web", "b", &[]));
+    let granted = book.grant(for_b, &host("b")).unwrap();
+    let under = granted.generation.0;
+    book.nothing_began(&granted);
+    assert_eq!(ran(&book), (Some(host("b")), under), "b may hold it still");
+    drop(free(survey(&mut book, "web", "b", &[])));
+    assert_eq!(ran(&book), (Some(host("b")), under), "b may have run it");
+    book.nothing_began(&granted);
+    assert_eq!(ran(&book), (Some(host("a")), held));
+    // An old copy of b's disk holds it by that grant after all.
+    hear(&mut book, "b", vec![said("web", under, holds(under))]);
+    assert_eq!(ran(&book), (Some(host("b")), under));
+    // Nor does the end of an older start say anything of a newer one.
+    let for_a = free(survey(&mut book, "web", "a", &[]));
+    let newer = book.grant(for_a, &host("a")).unwrap();
+    book.nothing_began(&granted);
+    assert_eq!(ran(&book), (Some(host("a")), newer.generation.0));
+}
+
+#[test]
 fn an_entry_is_kept_as_the_database_keeps_it() {
     let (book, held) = web_on_a();
     let entry = book.entry(&vm("web")).unwrap();

@@ -2,8 +2,9 @@
 //!
 //! Hosts that share an image tell each other by it who has it, and a host knows by it an image that was put back from an old
 //! copy. What it says is judged by [`ImageClaim`]. Owns nothing: the record is the image's. Refuses: an image that the record
-//! gives to another host, or that is an older one; shared images on storage that keeps no such record. Block devices bear none.
+//! gives to another host, that is kept for another VM of this one ([`is_kept`]), or that is an older one; shared images on storage that keeps no such record. Block devices bear none.
 
+use super::kept::{is_kept, said_of_another};
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::faults::planted;
@@ -93,6 +94,9 @@ impl Served {
         }
         let path = &spec.path;
         let refused = |error: &dyn Display| Err(self.refused(spec, error));
+        if taking == Taking::Anew {
+            self.must_not_be_kept(spec, image)?;
+        }
         match self.as_opener(|| self.claim_as_opener(spec, image, generation, taking)) {
             Ok(known) => Ok(Some(known)),
             Err(NotTaken::Refused(why)) => refused(&format!(
@@ -124,6 +128,22 @@ impl Served {
                 Ok(known)
             }
         }
+    }
+
+    /// Refuses the image of another VM of this host, which is off: that would find its disk changed. That VM cannot take it
+    /// meanwhile, since it is locked. What is read of it in vain is read again by who takes it.
+    fn must_not_be_kept(&self, spec: &DiskSpec, image: BorrowedFd<'_>) -> Result<(), ApiError> {
+        let said = self.as_opener(|| said_of_another(&self.config, image));
+        let record = said.ok().flatten();
+        let Some(ImageRecord { vm, disk, .. }) =
+            record.filter(|record| is_kept(&self.config, record, image))
+        else {
+            return Ok(());
+        };
+        let (path, release) = (&spec.path, release(spec));
+        Err(self.refused(spec, &format!(
+            "the image {path} is not opened: it is disk '{disk}' of VM '{vm}', which this host has, too: delete that VM, or make a copy of the image for this disk; {release}; 'godwit image show {path}' tells what it says of itself"
+        )))
     }
 
     /// A disk's image when its VM is to come from another host: what is known of it from now on. One on shared storage must be the
