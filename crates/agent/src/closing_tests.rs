@@ -185,6 +185,7 @@ async fn a_start_says_that_nothing_began_only_where_its_vm_process_was_not_asked
     };
     served.agent.close(false).await.unwrap();
     assert!(began_nothing().await);
+    closed(&served).await;
     served.agent.open().await.unwrap();
     // What comes of it later its VM process alone can say, and this one does not.
     std::fs::write(served.host.run_dir("web").join(BOOT_FAILS), "no").unwrap();

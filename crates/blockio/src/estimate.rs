@@ -105,7 +105,11 @@ mod tests {
         assert_eq!((at(0, 1000), at(900, 1000)), (None, None));
         assert_eq!(at(1000, 990), None);
         assert_eq!(at(1100, 980), Some(9.8));
-        assert_eq!(at(2000, 490), Some(0.98));
+        assert_eq!(
+            at(2000, 490),
+            Some(0.9),
+            "since as much came as is under way at once"
+        );
         assert_eq!((at(2100, 1000), at(7000, 1000)), (None, None));
         assert_eq!((at(7100, 900), at(7200, 800)), (None, Some(0.8)));
         assert_eq!(at(8000, 0), Some(0.0));
