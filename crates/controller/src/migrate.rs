@@ -57,15 +57,14 @@ pub async fn attempt(
     }
     until_settled(app, name).await.map_err(one)?;
     let mut found = preflight::run(app, name, request).await.map_err(one)?;
-    let refused = !found.report.refusals.is_empty();
-    if refused && !request.dry_run {
-        return Err(found.report.refusals);
-    }
-    if !refused {
+    if found.report.refusals.is_empty() {
         foresee(app, &mut found, request).await;
     }
     if request.dry_run {
         return Ok(MigrateAnswer::Checked(found.report));
+    }
+    if !found.report.refusals.is_empty() {
+        return Err(found.report.refusals);
     }
     must_keep(&found.report, request).map_err(one)?;
     start(app, name, &found, request).await.map_err(one)
@@ -96,8 +95,10 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
             found.report.prediction = Some(foreseen.prediction);
             found.report.cannot_keep = foreseen.cannot_keep;
         }
-        // A migration that begins waits for a link that comes back.
-        Err(error) if request.dry_run && forecast::stands_in_the_way(&error) => {
+        // A migration that begins waits for a link that comes back, and may keep no promise then.
+        Err(error)
+            if (request.dry_run || request.must_keep) && forecast::stands_in_the_way(&error) =>
+        {
             found.report.refusals.push(error);
         }
         Err(error) => {

@@ -333,6 +333,9 @@ fn same_host(old: &HostInfo, new: &HostInfo) -> bool {
     let mut old = old.clone();
     old.memory_free_mib = new.memory_free_mib;
     old.site = new.site;
+    for (name, store) in &mut old.datastores {
+        store.room = new.datastores.get(name).and_then(|store| store.room);
+    }
     old == *new
 }
 
@@ -529,6 +532,9 @@ async fn tell_removed(app: &App, host: &HostName, told: &mut Told) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::shown::unheard_info;
+    use godwit_types::DatastoreName;
+    use godwit_types::datastore::{Datastore, DatastoreRoom};
     use godwit_types::site::Standing;
 
     #[test]
@@ -544,5 +550,25 @@ mod tests {
             was_never_off,
         };
         assert_eq!(subject(&asked, &fenced), &old);
+    }
+
+    #[test]
+    fn a_host_whose_datastores_fill_is_the_same_and_one_with_another_datastore_is_not() {
+        let name = HostName::new("a").unwrap();
+        let mut old = unheard_info(&name, "127.0.0.1:1".parse().unwrap());
+        let fast = DatastoreName::new("fast").unwrap();
+        let store = Datastore::new("/srv/fast", false);
+        old.datastores.insert(fast.clone(), store);
+        let mut new = old.clone();
+        new.memory_free_mib += 1;
+        new.datastores.get_mut(&fast).unwrap().room = Some(DatastoreRoom {
+            free_mib: 1,
+            total_mib: 2,
+        });
+        assert!(same_host(&old, &new) && same_host(&new, &old));
+        new.datastores.get_mut(&fast).unwrap().path.push('2');
+        assert!(!same_host(&old, &new));
+        new.datastores.clear();
+        assert!(!same_host(&old, &new) && !same_host(&new, &old));
     }
 }

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 mod disk_places;
-mod shown;
+pub(crate) mod shown;
 
 /// A host as the controller knows it.
 #[derive(Debug, Clone)]

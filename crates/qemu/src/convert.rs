@@ -61,8 +61,9 @@ pub(crate) fn to_raw(
     progress: &Progress,
 ) -> Result<(), String> {
     // Opened for it alone: what is locked by whoever makes the disk is free once he has ended.
-    let its_own = File::options().read(true).write(true).open(fd_path(raw));
-    let its_own = its_own.map_err(|error| error.to_string())?;
+    let anew = |file, writes| File::options().read(true).write(writes).open(fd_path(file));
+    let its_own = anew(raw, true).map_err(|error| error.to_string())?;
+    let source = &anew(source, false).map_err(|error| error.to_string())?;
     let run = |arguments: &[&str]| {
         let command = command(arguments, (source, bytes), &its_own, user);
         run(

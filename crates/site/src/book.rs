@@ -108,6 +108,16 @@ impl Entry {
         }
     }
 
+    /// Where its guest ran before a grant by which nothing began is not to be that host any longer. Returns whether it was.
+    pub(crate) fn forget_ran_on(&mut self, host: &HostName) -> bool {
+        let not_begun = self.not_begun.as_mut();
+        let ran = not_begun.and_then(|not_begun| {
+            let holder = &mut not_begun.before.holder;
+            holder.take_if(|holder| holder == host)
+        });
+        ran.is_some()
+    }
+
     pub(crate) fn row(&self) -> SiteVm {
         SiteVm {
             holder: self.holder.clone(),

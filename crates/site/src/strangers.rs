@@ -101,6 +101,7 @@ impl Book {
                 if let Some(entry) = self.vms.get_mut(&vm) {
                     entry.may_hold.remove(&name);
                     entry.holder.take_if(|holder| *holder == name);
+                    entry.forget_ran_on(&name);
                     self.touch(&vm);
                 }
             }

@@ -303,7 +303,7 @@ fn shown_spec(entry: &VmEntry, place: Option<&Place>, state: VmState) -> VmSpec 
 }
 
 /// Stands in for a host that joined and was never heard.
-pub(super) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
+pub(crate) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
     HostInfo {
         name: name.clone(),
         version: String::new(),

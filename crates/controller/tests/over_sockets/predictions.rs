@@ -196,6 +196,12 @@ async fn a_dry_run_refuses_where_the_source_does_not_reach_the_destination_and_a
         deadline_s: Some(60),
         ..to("b")
     };
+    let kept = MigrateRequest {
+        must_keep: true,
+        ..promised.clone()
+    };
+    let refused = house.client().migrate(&vm("web"), &kept).await;
+    refused!(refused, Preflight);
     let begun = house.client().migrate(&vm("web"), &promised).await;
     assert!(matches!(begun, Ok(MigrateAnswer::Begun(_))), "{begun:?}");
 }

@@ -100,14 +100,16 @@ impl Book {
             let might_hold = entry.may_hold.remove(host).is_some();
             // Its copy is gone for good: an older one elsewhere is the newest there is.
             let held_last = entry.holder.take_if(|holder| holder == host).is_some();
+            let ran_last = entry.forget_ran_on(host);
             if might_hold {
                 entry.highest = Generation(entry.highest.0.saturating_add(FENCED_GAP));
             }
-            if might_hold || held_last {
+            if might_hold || held_last || ran_last {
                 removal.vms.push(LetGo {
                     vm: vm.clone(),
                     might_hold,
                     held_last,
+                    ran_last,
                 });
             }
         }
@@ -131,6 +133,9 @@ impl Book {
             }
             if gone.held_last && entry.holder.is_none() {
                 entry.holder = Some(host.clone());
+            }
+            if let Some(not_begun) = entry.not_begun.as_mut().filter(|_| gone.ran_last) {
+                not_begun.before.holder = Some(host.clone());
             }
             self.touch(&gone.vm);
         }
@@ -161,6 +166,8 @@ struct LetGo {
     vm: VmName,
     might_hold: bool,
     held_last: bool,
+    /// Before a grant by which nothing began.
+    ran_last: bool,
 }
 
 /// A deletion that is not written yet.

@@ -337,6 +337,12 @@ fn where_a_vm_ran_is_as_before_a_grant_by_which_nothing_began() {
     assert_eq!(ran(&book), (Some(host("b")), under), "b may have run it");
     book.nothing_began(&granted);
     assert_eq!(ran(&book), (Some(host("a")), held));
+    // A host that joins anew under the name of one that was removed never had it.
+    let mut without = book.clone();
+    let removal = without.remove(&host("a"), true).unwrap();
+    assert_eq!(ran(&without), (None, held));
+    without.not_removed(removal);
+    assert_eq!(ran(&without), (Some(host("a")), held));
     // An old copy of b's disk holds it by that grant after all.
     hear(&mut book, "b", vec![said("web", under, holds(under))]);
     assert_eq!(ran(&book), (Some(host("b")), under));

@@ -12,6 +12,7 @@ use crate::image::record_of;
 use godwit_blockio::Image;
 use godwit_blockio::holder;
 use godwit_ownership::{ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
+use godwit_qemu::disk::identity_of;
 use godwit_qemu::rights::as_user;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::DiskSpec;
@@ -21,6 +22,7 @@ use rustix::fs::{FileType, fstat, fsync};
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 
 /// How often it is begun anew where another host took the record meanwhile.
 const ATTEMPTS: u32 = 16;
@@ -135,8 +137,9 @@ impl Served {
     fn must_not_be_kept(&self, spec: &DiskSpec, image: BorrowedFd<'_>) -> Result<(), ApiError> {
         let said = self.as_opener(|| said_of_another(&self.config, image));
         let record = said.ok().flatten();
+        let look = |path: &Path| self.as_opener(|| identity_of(path));
         let Some(ImageRecord { vm, disk, .. }) =
-            record.filter(|record| is_kept(&self.config, record, image))
+            record.filter(|record| is_kept(&self.config, record, image, &look))
         else {
             return Ok(());
         };

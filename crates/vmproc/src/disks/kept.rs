@@ -1,7 +1,8 @@
 //! Whether an image is kept for another VM of this host, by that VM's own files.
 //!
 //! What an image says of itself outlives the VM: one that was deleted, moved away, or got another image keeps nothing, nor does one
-//! whose image was copied with its attributes. Owns nothing. In doubt the image is kept: a person can let it go.
+//! whose image was copied with its attributes. Nor is one kept for a VM that nobody holds, or whose QEMU opens disks itself. Owns nothing. In
+//! doubt the image is kept: a person can let it go.
 
 use crate::image::record_of;
 use godwit_blockio::holder;
@@ -25,11 +26,16 @@ pub(super) fn said_of_another(
     Ok(record.filter(|record| record.vm != config.vm && record.holder == config.host))
 }
 
-/// Whether that VM is this host's still, on or off, and this image its disk.
+/// Which file a path is: its file system and inode.
+type Look<'a> = &'a dyn Fn(&Path) -> io::Result<Option<(u64, u64)>>;
+
+/// Whether that VM is this host's still, on or off, and this image its disk. `look` tells which file is at a path that its host's root
+/// may not look at.
 pub(super) fn is_kept(
     config: &VmProcessConfig,
     record: &ImageRecord,
     image: BorrowedFd<'_>,
+    look: Look<'_>,
 ) -> bool {
     let Some(state) = VmStore::state_of(Path::new(&config.state_dir)) else {
         return false;
@@ -46,19 +52,29 @@ pub(super) fn is_kept(
     match load_json::<VmSpec>(&path) {
         Ok(Some(spec)) => {
             let mut disks = spec.disks.iter();
-            disks.any(|disk| disk.name == record.disk && has(disk, image))
+            disks.any(|disk| disk.name == record.disk && has(disk, image, look))
         }
         Ok(None) | Err(_) => true,
     }
 }
 
-/// Whether this file is the disk's image.
-fn has(disk: &DiskSpec, image: BorrowedFd<'_>) -> bool {
+/// Whether this file may be the disk's image.
+fn has(disk: &DiskSpec, image: BorrowedFd<'_>, look: Look<'_>) -> bool {
     let open = image.as_fd().try_clone_to_owned().map(File::from);
-    let ours = open.and_then(|open| identity_of_open(&open));
-    match (ours, identity_of(Path::new(&disk.path))) {
-        (Ok(ours), Ok(theirs)) => theirs == Some(ours),
-        _ => true,
+    let Ok(ours) = open.and_then(|open| identity_of_open(&open)) else {
+        return true;
+    };
+    let path = Path::new(&disk.path);
+    let look = |path| identity_of(path).or_else(|_| look(path));
+    match look(path) {
+        Ok(Some(theirs)) => theirs == ours,
+        // Its file system may not be mounted there just now, and be found elsewhere.
+        Ok(None) => {
+            let place = path.parent().map(look).transpose();
+            let place = place.ok().flatten().flatten();
+            place.is_none_or(|(device, _)| device != ours.0)
+        }
+        Err(_) => true,
     }
 }
 
@@ -145,7 +161,7 @@ mod tests {
         fn is_kept(&self, image: &Path) -> bool {
             let (config, file) = (&self.site.config, File::open(image).unwrap());
             let record = said_of_another(config, file.as_fd()).unwrap().unwrap();
-            is_kept(config, &record, file.as_fd())
+            is_kept(config, &record, file.as_fd(), &identity_of)
         }
     }
 
@@ -161,6 +177,11 @@ mod tests {
         // The other VM got another image, or this one is a copy with its attributes.
         here.has(holds(Power::Off), &here.images.path().join("other.raw"));
         assert!(!here.is_kept(&here.image()));
+        // What has it under another path is not mounted there just now.
+        for elsewhere in ["unmounted/root.raw", "/dev/root.raw"] {
+            here.has(holds(Power::Off), &here.images.path().join(elsewhere));
+            assert!(here.is_kept(&here.image()), "{elsewhere}");
+        }
         here.has(holds(Power::Off), &here.image());
         let copy = here.images.path().join("copy.raw");
         std::fs::write(&copy, "image").unwrap();
