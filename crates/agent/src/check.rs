@@ -1,6 +1,6 @@
 //! `godwit host check`: what this host has, lacks, and what to do about each.
 //!
-//! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
+//! Reads, and makes nothing that stays; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
 
 use crate::config::HostConfig;
 use crate::manager::{self, GuestsUnit};

@@ -6,6 +6,7 @@
 use crate::check::{failed, note, ok, warning};
 use crate::config::HostConfig;
 use crate::datastore_rooms::said;
+use crate::datastores::remount;
 use crate::users::{self, User};
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::disk_place::can_make_image;
@@ -120,7 +121,8 @@ fn look(name: &DatastoreName, path: &str, user: User) -> Check {
             NAME,
             format!("{name}: {path} is mounted for reading only: no disk can come to it"),
             format!(
-                "see in 'dmesg' whether its storage failed, and mount it for writing: mount -o remount,rw {path}"
+                "see in 'dmesg' whether its storage failed, and mount it for writing: {}",
+                remount(path)
             ),
         );
     }
@@ -192,7 +194,7 @@ mod tests {
 
     fn looked(path: &str) -> Check {
         let store = Datastore::new(path, false);
-        in_time(&name(), &store, users::NOBODY, PATIENCE)
+        in_time(&name(), &store, users::NOBODY, Duration::from_secs(60))
     }
 
     #[test]

@@ -29,7 +29,7 @@ struct Seen {
 }
 
 impl Rooms {
-    /// The datastores with the room of each, as far as it is known. Has looked again for the next who asks.
+    /// The datastores with the room of each, as far as it is known. Begins another look, whose result the next one who asks gets.
     pub(crate) fn of(&self, stores: &Datastores) -> Datastores {
         let with_room = |(name, store): (&DatastoreName, &Datastore)| {
             let store = Datastore {
@@ -98,7 +98,9 @@ mod tests {
         let rooms = Rooms::default();
         assert_eq!(rooms.of(&stores), stores, "nobody waits for the first look");
         let looked = || lock(&rooms.0).values().all(|seen| seen.found.is_some());
+        let until = Instant::now() + Duration::from_secs(60);
         while !looked() {
+            assert!(Instant::now() < until, "nobody looks");
             std::thread::yield_now();
         }
         let told = rooms.of(&stores);

@@ -124,15 +124,7 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
     let mut disks: Vec<&DiskSpec> = Vec::new();
     for name in &wish.disks {
         let found = spec.disks.iter().find(|disk| disk.name == *name);
-        let found = found.ok_or_else(|| {
-            let known: Vec<&str> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
-            let known = if known.is_empty() {
-                "none".to_owned()
-            } else {
-                known.join(", ")
-            };
-            format!("VM '{vm}' has no disk '{name}' (it has {known})")
-        })?;
+        let found = found.ok_or_else(|| spec.no_disk(name))?;
         if found.read_only {
             return Err(format!(
                 "the guest of VM '{vm}' only reads disk '{name}', which is not moved: copy its file, and edit the VM while it is off"
@@ -163,8 +155,14 @@ fn is_beside(disk: &DiskSpec, store: &Datastore) -> bool {
 /// Nothing can be written there.
 pub(crate) fn read_only(what: &str, path: &str) -> String {
     format!(
-        "{what} is mounted for reading only: {path}: see in 'dmesg' on that host whether its storage failed, and mount it for writing ('mount -o remount,rw {path}')"
+        "{what} is mounted for reading only: {path}: see in 'dmesg' on that host whether its storage failed, and mount it for writing ('{}')",
+        remount(path)
     )
+}
+
+/// Makes the file system that has a directory writable.
+pub(crate) fn remount(path: &str) -> String {
+    format!("mount -o remount,rw $(findmnt -no TARGET -T {path})")
 }
 
 /// Free bytes of a datastore.

@@ -139,7 +139,7 @@ fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_writ
     let reader = open();
     lock(&reader, Access::ReadOnly, patient).unwrap();
     let source = Source::open(path.to_str().unwrap(), &Reserved::default(), own_user()).unwrap();
-    source.lock(&here.vm, "root").unwrap();
+    source.lock(&here.vm, "data").unwrap();
     drop(reader);
     let refused = lock(&open(), Access::ReadWrite, Duration::ZERO);
     assert!(

@@ -52,7 +52,7 @@ impl VmStore<RealFiles> {
         directory.parent()?.parent()
     }
 
-    /// A VM's record without taking its lock: for lists and reports, never to act on.
+    /// A VM's record without taking its lock: for lists and reports, and for who only refuses by it: it may be old at once.
     pub fn peek(state: &Path, vm: &VmName) -> Result<Option<HostRecord>, StoreError> {
         let path = Self::directory(state, vm).join("ownership");
         read_record(&RealFiles, &path, vm)

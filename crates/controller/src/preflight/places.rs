@@ -19,14 +19,7 @@ pub fn there(
 ) -> Outcome<VmSpec> {
     let vm = &spec.name;
     if let Some(name) = wish.keys().find(|name| !has(spec, name)) {
-        let known: Vec<&str> = spec.disks.iter().map(|disk| disk.name.as_str()).collect();
-        let known = if known.is_empty() {
-            "none".to_owned()
-        } else {
-            known.join(", ")
-        };
-        let message = format!("VM {vm} has no disk '{name}' (it has {known})");
-        return refuse(ErrorCode::InvalidRequest, message);
+        return refuse(ErrorCode::InvalidRequest, spec.no_disk(name));
     }
     let mut there = spec.clone();
     for disk in &mut there.disks {

@@ -24,5 +24,5 @@ pub use ending::Ending;
 pub use events::{FromPeer, Happened, SetEvent, TellDriver};
 pub use hearing::Seat;
 pub use pass::Pass;
-pub use routes::{Route, routes};
+pub use routes::{Reached, Route, reach, routes};
 pub use sender::{PassEnd, PassFigures, SendError};

@@ -49,7 +49,7 @@ impl Route {
 
     /// Makes a connection that keeps to this way. Where the interface alone does not lead there, the routing table
     /// decides.
-    pub(super) fn dial(&self, deadline: Instant) -> Result<Dialed, TransportError> {
+    pub fn dial(&self, deadline: Instant) -> Result<Dialed, TransportError> {
         let options = ConnectOptions {
             bind: self.from,
             interface: self.interface,
@@ -115,13 +115,14 @@ fn keep_to_interfaces_only_where_there_are_several(routes: &mut [Route]) {
 }
 
 /// A way that works, and the connection that showed it.
-pub(super) struct Reached {
+#[derive(Debug)]
+pub struct Reached {
     pub route: Route,
     pub dialed: Dialed,
 }
 
 /// Tries all ways at once and gives those that work, of one family: of the one that has more of them.
-pub(super) fn reach(routes: &[Route], ending: &Ending) -> Result<Vec<Reached>, TransportError> {
+pub fn reach(routes: &[Route], ending: &Ending) -> Result<Vec<Reached>, TransportError> {
     let deadline = Instant::now() + DIAL_WAIT;
     let (results, received) = channel();
     for (index, route) in routes.iter().cloned().enumerate() {

@@ -78,6 +78,16 @@ impl fmt::Display for DiskLimits {
 }
 
 impl VmSpec {
+    /// Says that it has no disk of this name, and which it has.
+    pub fn no_disk(&self, name: &str) -> String {
+        let known: Vec<&str> = self.disks.iter().map(|disk| disk.name.as_str()).collect();
+        let known = match known.is_empty() {
+            true => "none".to_owned(),
+            false => known.join(", "),
+        };
+        format!("VM '{}' has no disk '{name}' (it has {known})", self.name)
+    }
+
     /// What only the host has that held the VM last, if there is anything; a part of a sentence.
     pub fn of_its_host_alone(&self) -> Option<String> {
         let disk = self.disks.iter().find(|disk| disk.goes_along());

@@ -23,7 +23,6 @@ impl SourceDriver {
             self.pause(Duration::ZERO)?;
             let reason = match self.connect_once(first) {
                 Ok(set) => return Ok(set),
-                Err(Halt::Lost(reason)) if first => self.not_reached(&reason),
                 Err(Halt::Lost(reason)) => reason,
                 Err(halt) => return Err(halt),
             };
@@ -44,7 +43,7 @@ impl SourceDriver {
     }
 
     /// Why there are no channels, in words for who knows the hosts by their names.
-    fn not_reached(&self, reason: &str) -> String {
+    fn not_reached(&self, reason: &TransportError) -> String {
         let [from, to] = &self.parts.hosts;
         format!("host {from} cannot reach host {to} for a migration: {reason}")
     }
@@ -69,6 +68,9 @@ impl SourceDriver {
             TransportError::System { .. } => Halt::Lost(error.to_string()),
             // So ends who does not prove the migration's key.
             TransportError::HandshakeClosed { .. } if first => Halt::failed(error),
+            TransportError::Connect { .. } | TransportError::HandshakeSilent { .. } if first => {
+                Halt::Lost(self.not_reached(&error))
+            }
             error => halt_of(error),
         };
         let mut set = ConnectionSet::open(&plan, &extents(&self.dirty)).map_err(lost)?;
