@@ -4,7 +4,7 @@ use crate::scripted::{Agent, DEADLINE, House, STOP, host, spec, to, vm};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
-use godwit_types::control_api::StartRequest;
+use godwit_types::control_api::{HostState, StartRequest};
 use godwit_types::site::{Alarm, SiteTable, SiteVm, Stamp, SurveyRequest};
 use godwit_types::vm::{DiskSpec, VmState};
 use godwit_types::{ErrorCode, Generation};
@@ -213,6 +213,7 @@ async fn a_disk_that_is_elsewhere_is_not_made_again_for_a_database_that_is_from_
     described.disks = vec![disk];
     house.client().create_vm(&described).await.unwrap();
     let backup = backed_up(&mut house).await;
+    house.until_host("a", HostState::Connected).await;
     let client = house.client();
     client.start(&vm("web"), &on("a")).await.unwrap();
     client.stop(&vm("web"), &STOP).await.unwrap();
