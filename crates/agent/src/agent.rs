@@ -96,6 +96,14 @@ pub(crate) fn done(message: impl Into<String>) -> Done {
     }
 }
 
+/// Has a VM's process do something.
+async fn ask_done(vm: &Supervised, name: &VmName, request: &VmRequest) -> Reply<Done> {
+    match vm.ask(request, ACT).await? {
+        VmAnswer::Done(message) => Ok(Done { message }),
+        _ => Err(unexpected(name)),
+    }
+}
+
 pub(crate) fn unexpected(vm: &VmName) -> ApiError {
     ApiError::new(
         ErrorCode::Internal,
@@ -307,10 +315,7 @@ impl Agent {
     pub(crate) async fn act(&self, name: &VmName, request: VmRequest) -> Reply<Done> {
         let vm = self.known(name)?;
         vm.need(NEED).await?;
-        match vm.ask(&request, ACT).await? {
-            VmAnswer::Done(message) => Ok(Done { message }),
-            _ => Err(unexpected(name)),
-        }
+        ask_done(&vm, name, &request).await
     }
 
     /// Takes a message of another host about who may run a VM; gives the replies.
@@ -425,10 +430,7 @@ impl Agent {
     pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let prepared = self.prepare_start(name).await;
         let (vm, promise) = prepared.map_err(ApiError::not_begun)?;
-        let VmAnswer::Done(message) = vm.ask(&VmRequest::Start, ACT).await? else {
-            return Err(unexpected(name));
-        };
-        let done = Done { message };
+        let done = ask_done(&vm, name, &VmRequest::Start).await?;
         drop(promise);
         self.no_boot_wanted(name);
         let (agent, name) = (self.clone(), name.clone());

@@ -290,11 +290,11 @@ fn memory(system: &System) -> Check {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::path::Path;
 
-    fn config(ports: &str) -> HostConfig {
+    pub(crate) fn config(ports: &str) -> HostConfig {
         let text = format!(
             "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nmigration_ports = \"{ports}\"\n[port_groups]\nvm = \"nobridge0\"\n"
         );

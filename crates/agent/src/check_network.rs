@@ -187,15 +187,8 @@ pub(crate) fn bridges(system: &System, config: &HostConfig) -> Vec<Check> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::check::tests::config;
     use godwit_types::host::CheckStatus;
-    use std::path::Path;
-
-    fn config(ports: &str) -> HostConfig {
-        let text = format!(
-            "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nmigration_ports = \"{ports}\"\n[port_groups]\nvm = \"nobridge0\"\n"
-        );
-        HostConfig::parse(&text, Path::new("t")).unwrap()
-    }
 
     #[test]
     fn a_busy_port_is_found_and_a_full_range_fails() {

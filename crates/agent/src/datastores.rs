@@ -12,6 +12,7 @@ use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
 use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::text::listed;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
@@ -36,14 +37,10 @@ pub(crate) fn places(
     let refused = |code, message: String| ApiError::new(code, message).on_host(host);
     let name = &wish.to;
     let store = datastores.get(name).ok_or_else(|| {
-        let known: Vec<&str> = datastores.keys().map(DatastoreName::as_str).collect();
-        let known = match known.is_empty() {
-            true => "it has none".to_owned(),
-            false => format!("it has {}", known.join(", ")),
-        };
+        let known = listed(datastores.keys());
         refused(
             ErrorCode::InvalidRequest,
-            format!("host '{host}' has no datastore '{name}' ({known}): name its directory below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
+            format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
         )
     })?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;

@@ -5,6 +5,7 @@
 use godwit_types::DatastoreName;
 use godwit_types::datastore::Datastore;
 use godwit_types::host::HostInfo;
+use godwit_types::text::listed;
 
 /// Name and value of each row.
 pub fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
@@ -70,11 +71,7 @@ fn datastores_of(info: &HostInfo) -> String {
         };
         format!("{name}={}{said}", store.path)
     };
-    let named: Vec<String> = info.datastores.iter().map(of).collect();
-    match named.is_empty() {
-        true => "none".to_owned(),
-        false => named.join(", "),
-    }
+    listed(info.datastores.iter().map(of))
 }
 
 /// Without the names that stand for a version of the same model.

@@ -11,6 +11,7 @@ use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{CannotKeep, Prediction};
 use godwit_types::load::{HostLoad, HostTop, MigrationLoad};
 use godwit_types::migration::Side;
+use godwit_types::text::listed;
 
 impl Output {
     /// What a migration is expected to be.
@@ -230,14 +231,10 @@ fn drain_headline(view: &DrainView) -> String {
 
 /// The VMs that a host holds, those that are off marked.
 pub fn vms_of(host: &HostView) -> String {
-    if host.vms.is_empty() {
-        return "none".to_owned();
-    }
-    let named = host.vms.iter().map(|vm| match host.vms_off.contains(vm) {
+    listed(host.vms.iter().map(|vm| match host.vms_off.contains(vm) {
         true => format!("{vm} (off)"),
         false => vm.to_string(),
-    });
-    named.collect::<Vec<_>>().join(", ")
+    }))
 }
 
 fn vms(count: usize) -> String {

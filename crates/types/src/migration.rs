@@ -25,6 +25,11 @@ pub const GIVEN_UP_WITHIN: Duration = Duration::from_secs(90);
 /// one, so that it failed.
 pub const COULD_NOT_BEGIN: &str = "it could not begin: ";
 
+/// Says that no way leads from one host to the other, and why.
+pub fn not_reached(from: &HostName, to: &HostName, why: impl std::fmt::Display) -> String {
+    format!("host {from} cannot reach host {to} for a migration: {why}")
+}
+
 /// Downtime that a migration aims at unless asked otherwise, ms.
 pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
 

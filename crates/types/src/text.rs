@@ -1,14 +1,24 @@
-//! Bounds of sentences that come from elsewhere.
+//! Bounds of sentences that come from elsewhere, and how names are listed in ours.
 //!
 //! Pure. Refuses: nothing; what is too long is cut, and shows that it was; what is no sentence becomes one line.
 
 use serde::{Deserialize as _, Deserializer};
+use std::fmt::Display;
 
 /// Longest sentence that is taken from a host, bytes.
 pub const SENTENCE_LEN_MAX: usize = 4096;
 
 /// What stands where text was cut.
 const CUT: &str = "...";
+
+/// Names with commas between them, or that there is none.
+pub fn listed<T: Display>(names: impl IntoIterator<Item = T>) -> String {
+    let names: Vec<String> = names.into_iter().map(|name| name.to_string()).collect();
+    match names.is_empty() {
+        true => "none".to_owned(),
+        false => names.join(", "),
+    }
+}
 
 /// Cuts a text to at most `max` bytes, between two characters.
 pub fn cut(text: &mut String, max: usize) {

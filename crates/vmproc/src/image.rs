@@ -95,6 +95,11 @@ pub(crate) fn record_of(held: &Held) -> Result<Option<ImageRecord>, String> {
     })
 }
 
+/// The same where it matters only whose it is: nothing also where it cannot be read.
+pub(crate) fn readable_record(held: Option<&Held>) -> Option<ImageRecord> {
+    held.and_then(|held| record_of(held).ok().flatten())
+}
+
 fn refused(path: &Path, why: &io::Error) -> ApiError {
     let code = match why.kind() {
         io::ErrorKind::PermissionDenied => ErrorCode::NotAllowed,

@@ -42,20 +42,13 @@ pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
 /// How long a test waits for what has to come.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Works on a thread with mounts of its own, by which volumes are mounted. Nothing where this machine lets nobody do so.
+/// Works where volumes can be mounted. Nothing where this machine, or this user, cannot do so.
 pub(crate) fn apart(work: impl FnOnce(&OwnedFd) + Send) {
-    if let Some(why) = testvol::unavailable() {
-        return println!("skipped: {why}");
-    }
-    let inside = || match testvol::own_mounts() {
-        Ok(mounts) => work(&mounts),
+    match testvol::apart(work) {
+        Ok(_) => {}
         Err(error) if rustix::process::geteuid().is_root() => panic!("root has mounts: {error}"),
         Err(error) => println!("skipped: mounts of one's own need root: {error}"),
-    };
-    std::thread::scope(|scope| {
-        let done = scope.spawn(inside).join();
-        done.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    });
+    }
 }
 
 /// Held here, under the generation that a [`Site`]'s records have.

@@ -14,6 +14,7 @@ use godwit_migrate::streams::{Room, first_streams};
 use godwit_rpc::AgentClient;
 use godwit_types::forecast::{DirtyRate, LinkProbeListen, LinkProbeSend, Prediction};
 use godwit_types::load::HostLoad;
+use godwit_types::migration::not_reached;
 use godwit_types::migration::{
     CannotKeep, Cipher, DiskToMove, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest,
     MigrationReport,
@@ -281,10 +282,7 @@ fn no_way(source: &End, destination: &End, error: ApiError) -> ApiError {
     if !stands_in_the_way(&error) {
         return error;
     }
-    let message = format!(
-        "host {} cannot reach host {} for a migration: {}",
-        source.host, destination.host, error.message
-    );
+    let message = not_reached(&source.host, &destination.host, error.message);
     let error = ApiError::new(error.code, message).bounded();
     error.on_host(&source.host)
 }

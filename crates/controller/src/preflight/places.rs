@@ -5,6 +5,7 @@
 
 use crate::error::{Outcome, refuse};
 use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{DatastoreName, ErrorCode, HostName, VmSpec};
 use std::collections::BTreeMap;
@@ -41,8 +42,7 @@ pub fn there(
             );
         }
         let found = to.get(store).ok_or_else(|| {
-            let known: Vec<&str> = to.keys().map(DatastoreName::as_str).collect();
-            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            let known = listed(to.keys());
             format!("host {host} has no datastore '{store}' (it has {known}): name its directory below [datastores] in /etc/godwit/host.toml there, and restart its agent")
         });
         match found {

@@ -72,15 +72,7 @@ pub struct Mortal {
 
 /// Works on a thread with mounts of its own.
 pub fn apart(work: impl FnOnce(&OwnedFd) -> Result<()> + Send) -> Result<()> {
-    if let Some(why) = testvol::unavailable() {
-        println!("skipped: {why}");
-        return Ok(());
-    }
-    let inside = || work(&testvol::own_mounts()?);
-    std::thread::scope(|scope| match scope.spawn(inside).join() {
-        Ok(done) => done,
-        Err(panic) => std::panic::resume_unwind(panic),
-    })
+    testvol::apart(work)?.unwrap_or(Ok(()))
 }
 
 fn open_to_all(directory: &Path) -> Result<()> {

@@ -31,7 +31,7 @@ mod sharing;
 mod tree;
 
 use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 
 use chance::Chance;
 pub use chance::Survives;
-pub use mount::own_mounts;
+use mount::own_mounts;
 use serve::{Shared, State};
 
 /// Number of an error, as the kernel knows it.
@@ -105,6 +105,19 @@ pub fn unavailable() -> Option<String> {
     opened
         .err()
         .map(|error| format!("/dev/fuse cannot be opened: {error}"))
+}
+
+/// Works on a thread with mounts of its own, by which volumes are mounted. Nothing, which is said, where this machine has none.
+pub fn apart<T: Send>(work: impl FnOnce(&OwnedFd) -> T + Send) -> io::Result<Option<T>> {
+    if let Some(why) = unavailable() {
+        println!("skipped: {why}");
+        return Ok(None);
+    }
+    let inside = || own_mounts().map(|mounts| Some(work(&mounts)));
+    std::thread::scope(|scope| match scope.spawn(inside).join() {
+        Ok(done) => done,
+        Err(panic) => std::panic::resume_unwind(panic),
+    })
 }
 
 impl Volume {

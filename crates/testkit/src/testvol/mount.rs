@@ -30,7 +30,7 @@ pub fn mount(inside: RawFd, wake: RawFd, at: &Path) -> io::Result<OwnedFd> {
 
 /// From here on this thread, and all that it starts, have mounts of their own: what is mounted there nobody else sees, and it
 /// ends with the last of them. Gives the descriptor that a volume is mounted by.
-pub fn own_mounts() -> io::Result<OwnedFd> {
+pub(super) fn own_mounts() -> io::Result<OwnedFd> {
     // SAFETY: the thread gets copies of what it shares with others; nobody else is affected.
     check(unsafe { libc::unshare(libc::CLONE_FS | libc::CLONE_NEWNS) })?;
     let (none, root, flags) = (

@@ -3,6 +3,7 @@
 //! Pure, owns nothing. Refuses: too many disks, two of one name, limits that let nothing through, and what only disks do that the VM process serves where QEMU does.
 
 use super::{BOOTS_FROM_DISK, DISKS_MAX, InvalidVm, VmSpec, check_path};
+use crate::text::listed;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
@@ -80,11 +81,7 @@ impl fmt::Display for DiskLimits {
 impl VmSpec {
     /// Says that it has no disk of this name, and which it has.
     pub fn no_disk(&self, name: &str) -> String {
-        let known: Vec<&str> = self.disks.iter().map(|disk| disk.name.as_str()).collect();
-        let known = match known.is_empty() {
-            true => "none".to_owned(),
-            false => known.join(", "),
-        };
+        let known = listed(self.disks.iter().map(|disk| &disk.name));
         format!("VM '{}' has no disk '{name}' (it has {known})", self.name)
     }
 

@@ -8,7 +8,7 @@ use super::kept::{is_kept, said_of_another};
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::faults::planted;
-use crate::image::record_of;
+use crate::image::{readable_record, record_of};
 use godwit_blockio::Image;
 use godwit_blockio::holder;
 use godwit_ownership::{ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
@@ -179,10 +179,7 @@ impl Served {
             Ok::<_, io::Error>(held)
         });
         let held = held.map_err(|error| refused(&must_be_written(path, &error)))?;
-        let record = held
-            .as_ref()
-            .and_then(|held| record_of(held).ok().flatten());
-        let Some(record) = record else {
+        let Some(record) = readable_record(held.as_ref()) else {
             return Err(refused(&format!(
                 "host '{host}' has its image on shared storage, and {path} here bears no record of a host that has it: mount the same storage there on both hosts, so that it keeps extended attributes (NFS: version 4.2); if it is the same, an earlier version of Godwit has the VM: renew it first with 'godwit vm renew {}'",
                 self.config.vm
@@ -322,9 +319,7 @@ pub(super) fn named(
     let of_another = |record: &ImageRecord| record.vm != config.vm;
     let held = as_opener(config, uid, || holder::read(image.as_fd()));
     let held = held.ok().flatten();
-    let record = held
-        .and_then(|held| record_of(&held).ok().flatten())
-        .filter(of_another);
+    let record = readable_record(held.as_ref()).filter(of_another);
     match (error, record) {
         (godwit_blockio::Error::InUse { path, .. }, Some(record)) => {
             let ImageRecord { vm, disk, .. } = record;

@@ -5,7 +5,7 @@
 //! may be another.
 
 use super::entry::{Entry, Found};
-use crate::image::record_of;
+use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::KnownImage;
 use std::io;
@@ -102,7 +102,7 @@ fn said_by(entry: &Entry<'_>) -> io::Result<Option<KnownImage>> {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
         held => held?,
     };
-    let record = held.and_then(|held| record_of(&held).ok().flatten());
+    let record = readable_record(held.as_ref());
     Ok(record.map(|record| record.known()))
 }
 

@@ -4,7 +4,7 @@
 //! whose image was copied with its attributes. Nor is one kept for a VM that nobody holds, or whose QEMU opens disks itself. Owns nothing. In
 //! doubt the image is kept: a person can let it go.
 
-use crate::image::record_of;
+use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{identity_of, identity_of_open};
@@ -22,7 +22,7 @@ pub(super) fn said_of_another(
     image: BorrowedFd<'_>,
 ) -> io::Result<Option<ImageRecord>> {
     let held = holder::read(image)?;
-    let record = held.and_then(|held| record_of(&held).ok().flatten());
+    let record = readable_record(held.as_ref());
     Ok(record.filter(|record| record.vm != config.vm && record.holder == config.host))
 }
 

@@ -6,6 +6,7 @@ use super::driver::{BARRIER_WAIT, Halt, SourceDriver, halt_of};
 use godwit_migrate::protocol::ToSource;
 use godwit_streams::source::{ConnectionSet, SetPlan, extents};
 use godwit_transport::TransportError;
+use godwit_types::migration::not_reached;
 use std::time::{Duration, Instant};
 
 /// For how long a lost link is tried again.
@@ -42,12 +43,6 @@ impl SourceDriver {
         }
     }
 
-    /// Why there are no channels, in words for who knows the hosts by their names.
-    fn not_reached(&self, reason: &TransportError) -> String {
-        let [from, to] = &self.parts.hosts;
-        format!("host {from} cannot reach host {to} for a migration: {reason}")
-    }
-
     fn connect_once(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
         let number = self.next_set;
         self.next_set = number
@@ -69,7 +64,8 @@ impl SourceDriver {
             // So ends who does not prove the migration's key.
             TransportError::HandshakeClosed { .. } if first => Halt::failed(error),
             TransportError::Connect { .. } | TransportError::HandshakeSilent { .. } if first => {
-                Halt::Lost(self.not_reached(&error))
+                let [from, to] = &self.parts.hosts;
+                Halt::Lost(not_reached(from, to, error))
             }
             error => halt_of(error),
         };
