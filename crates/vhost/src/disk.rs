@@ -344,12 +344,12 @@ impl Device {
     /// The queue that is looked at first is another one each time, so that none with many requests keeps the others out.
     fn take_all(&mut self) -> bool {
         let now = Instant::now();
-        if !self.has_image {
-            // Another may have it: also what was under way before waits.
+        if !self.has_image || self.stands > 0 {
+            // Another may have the image, or what is below may be another thing soon: also what was under way before waits.
             self.opens_at = None;
             return false;
         }
-        let takes = !self.held && self.stands == 0 && !self.session.full.is_full();
+        let takes = !self.held && !self.session.full.is_full();
         let count = self.queues.len();
         let mut more = false;
         for turn in 0..count {

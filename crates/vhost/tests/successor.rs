@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Gate, Site, wait_until};
+use common::{Gate, LONG, Site, wait_until};
 use godwit_blockio::filters::Delay;
 use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
 use rustix::io::Errno;
@@ -126,6 +126,32 @@ fn a_held_disk_carries_out_what_was_under_way_before() {
     disk.hold(Duration::from_secs(60)).unwrap();
     assert_eq!((site.status(0), site.content()[0]), (0, 1));
     assert_eq!(disk.status().unwrap().unanswered, 0);
+}
+
+/// A migration that began in that moment failed: its filter found something under way on a disk that stood still.
+#[test]
+fn a_disk_that_stands_still_carries_out_what_was_under_way_before_only_once_it_goes_on() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    let gate = Gate::default();
+    let disk = site.disk(gate.filters());
+    let standing = disk.stand_still(LONG).unwrap();
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.start();
+    wait_until(&disk, |status| status.running == 2);
+    let below = Box::new(Delay::new(Duration::ZERO));
+    disk.put_lowest(below, Duration::from_secs(5)).unwrap();
+    assert_eq!(disk.status().unwrap().under_way, 0);
+    gate.set_open(true);
+    drop(standing);
+    guest.wait(0);
+    assert_eq!(guest.answered(0), None);
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
 }
 
 #[test]
