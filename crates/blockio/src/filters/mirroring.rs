@@ -9,23 +9,21 @@
 //! that cannot be read ends the mirroring and no request.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use godwit_guestmem::zero::is_zero;
 use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
 use godwit_types::plant::planted;
 use rustix::io::Errno;
 
 use super::REGION;
+use super::content::{read_once, runs, written};
 use super::course::{Course, lock};
+use super::outlet::{COPIES, Change, Origin, Outlet};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
-/// Regions that are copied at once beside a guest that does nothing, or much.
-const COPIES: usize = 16;
-/// So few at least,
+/// Beside a guest that does much no more regions are copied at once than it has requests under way, times a factor; so few at least,
 const COPIES_MIN: usize = 4;
 /// and so many for each request that the guest has under way: storage that serves all alike would else leave a guest of few
 /// requests a small part of what it can do.
@@ -34,8 +32,6 @@ const COPIES_PER_REQUEST: f64 = 2.0;
 const IDLE: f64 = 0.05;
 /// What one look counts for in that average, which goes back over a tenth of a second or so.
 const LOOK_COUNTS: f64 = 1.0 / 32.0;
-/// Where so many bytes are zero they are not copied.
-const SPARSE: usize = 64 << 10;
 /// How often it is looked whether there is room again, and what others want.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -48,52 +44,6 @@ const AWAY: Duration = Duration::from_secs(5);
 const SOURCE: u64 = 1 << 56;
 const COPY: u64 = 2 << 56;
 const KIND: u64 = 0xff << 56;
-
-/// What becomes of bytes at the destination.
-#[derive(Debug, Clone)]
-pub enum Change {
-    /// They are those of the buffer from here on.
-    Written(Arc<Buffer>, usize),
-    Zeroed,
-}
-
-/// Whose change it is. Each kind has room of its own, so that neither keeps the other out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Origin {
-    Guest,
-    Copy,
-}
-
-/// What takes a disk's changes, in the order in which the source began them.
-pub trait Outlet: Send {
-    /// Whether it does not answer: nobody waits for it then.
-    fn is_silent(&mut self) -> bool;
-
-    /// Whether there is room for such a change; never while it is silent.
-    fn takes(&mut self, origin: Origin) -> bool;
-
-    /// How many regions may be read for it at once now.
-    fn region_limit(&mut self) -> usize {
-        match self.takes(Origin::Copy) {
-            true => COPIES,
-            false => 0,
-        }
-    }
-
-    /// Whether most of what may be under way to it is: a copying is as fast as it then.
-    fn is_behind(&mut self) -> bool {
-        !self.takes(Origin::Copy)
-    }
-
-    /// Clones these bytes of the source at any time from now on, as they are then: whatever is changed of them later is given, too.
-    /// Returns whether it does.
-    fn try_clone(&mut self, _range: &Range<u64>) -> bool {
-        false
-    }
-
-    /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
-    fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
-}
 
 /// Mirrors one disk to an [`Outlet`].
 pub struct Mirroring {
@@ -498,68 +448,5 @@ fn copies_beside(load: f64) -> usize {
     match load < IDLE {
         true => COPIES,
         false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),
-    }
-}
-
-/// The bytes of a write, read from the guest once; nothing where there are none.
-fn read_once(data: &Data) -> Result<Option<Arc<Buffer>>, Errno> {
-    match data {
-        Data::FromGuest(guest) => {
-            let mut buffer = Buffer::zeroed(guest.bytes());
-            let read = guest.copy_to(0, buffer.bytes_mut());
-            read.map_err(|_| Errno::NOMEM)?;
-            Ok(Some(Arc::new(buffer)))
-        }
-        Data::Own(own) => {
-            let mut buffer = Buffer::zeroed(own.len());
-            buffer.bytes_mut().copy_from_slice(own.bytes());
-            Ok(Some(Arc::new(buffer)))
-        }
-        Data::Shared(shared) => Ok(Some(Arc::clone(shared))),
-        Data::None | Data::ToGuest(_) => Ok(None),
-    }
-}
-
-/// A run of a region that is not zero, as a change. What is little of it gets memory of its own, so that it does not keep the
-/// region's.
-fn written(region: &Arc<Buffer>, run: &Range<usize>) -> Change {
-    if 2 * run.len() >= region.len() {
-        return Change::Written(Arc::clone(region), run.start);
-    }
-    let mut own = Buffer::zeroed(run.len());
-    let bytes = region.bytes().get(run.clone()).unwrap_or_default();
-    own.bytes_mut().copy_from_slice(bytes);
-    Change::Written(Arc::new(own), 0)
-}
-
-/// Where bytes are zero and where they are not, in pieces of [`SPARSE`].
-fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
-    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
-    let mut at = 0;
-    for piece in bytes.chunks(SPARSE) {
-        let (end, zero) = (at + piece.len(), is_zero(piece));
-        match runs.last_mut() {
-            Some((run, same)) if *same == zero => run.end = end,
-            _ => runs.push((at..end, zero)),
-        }
-        at = end;
-    }
-    runs
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn zero_pieces_are_told_apart_and_joined() {
-        let mut bytes = vec![0; 5 * SPARSE + 512];
-        bytes[SPARSE] = 1;
-        bytes[3 * SPARSE - 1] = 1;
-        let all = runs(&bytes);
-        let (one, three, end) = (SPARSE, 3 * SPARSE, bytes.len());
-        let wanted = [(0..one, true), (one..three, false), (three..end, true)];
-        assert_eq!(all, wanted);
-        assert!(runs(&[]).is_empty());
     }
 }

@@ -2,10 +2,12 @@
 //!
 //! [`Statistics`] is the one to copy from. [`Mirroring`] copies a disk while its guest works with it. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
 
+mod content;
 mod course;
 mod delay;
 mod fault;
 mod mirroring;
+mod outlet;
 mod pace;
 mod statistics;
 mod throttle;
@@ -13,7 +15,8 @@ mod throttle;
 pub use course::{Course, GuestWrites};
 pub use delay::Delay;
 pub use fault::Fault;
-pub use mirroring::{Change, Mirroring, Origin, Outlet};
+pub use mirroring::Mirroring;
+pub use outlet::{Change, Origin, Outlet};
 pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};

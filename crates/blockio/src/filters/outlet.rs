@@ -1,0 +1,57 @@
+//! What a mirroring gives a disk's changes to: a second image of the same host, or a link to another one.
+//!
+//! Owns nothing. Whoever implements it refuses nothing that is given: whoever gives asks first whether there is room.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::Buffer;
+
+/// Regions that are copied at once beside a guest that does nothing, or much.
+pub(super) const COPIES: usize = 16;
+
+/// What becomes of bytes at the destination.
+#[derive(Debug, Clone)]
+pub enum Change {
+    /// They are those of the buffer from here on.
+    Written(Arc<Buffer>, usize),
+    Zeroed,
+}
+
+/// Whose change it is. Each kind has room of its own, so that neither keeps the other out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    Guest,
+    Copy,
+}
+
+/// What takes a disk's changes, in the order in which the source began them.
+pub trait Outlet: Send {
+    /// Whether it does not answer: nobody waits for it then.
+    fn is_silent(&mut self) -> bool;
+
+    /// Whether there is room for such a change; never while it is silent.
+    fn takes(&mut self, origin: Origin) -> bool;
+
+    /// How many regions may be read for it at once now.
+    fn region_limit(&mut self) -> usize {
+        match self.takes(Origin::Copy) {
+            true => COPIES,
+            false => 0,
+        }
+    }
+
+    /// Whether most of what may be under way to it is: a copying is as fast as it then.
+    fn is_behind(&mut self) -> bool {
+        !self.takes(Origin::Copy)
+    }
+
+    /// Clones these bytes of the source at any time from now on, as they are then: whatever is changed of them later is given, too.
+    /// Returns whether it does.
+    fn try_clone(&mut self, _range: &Range<u64>) -> bool {
+        false
+    }
+
+    /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
+    fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
+}
