@@ -197,20 +197,22 @@ mirror_model() {
     grep -q '^test result: ok. 1 ' "$log" || { echo "the model test did not end well: see $log" >&2; exit 2; }
 }
 
-# vhost_case PLANT FILE TEST
-vhost_case() {
-    local log="$logs/disks-$1.log"
-    GODWIT_PLANT=$1 timeout 300 cargo test -q --release -p godwit-vhost --features planted-faults \
-        --target-dir target/plants --test "$2" -- "$3" --exact >"$log" 2>&1
+# disk_case CRATE PLANT FILE TEST
+disk_case() {
+    local log="$logs/disks-$2.log"
+    GODWIT_PLANT=$2 timeout 300 cargo test -q --release -p "godwit-$1" --features planted-faults \
+        --target-dir target/plants --test "$3" -- "$4" --exact >"$log" 2>&1
     ran_and_failed "$log"
-    verdict disks "$1" "$2::$3" $?
+    verdict disks "$2" "$3::$4" $?
 }
 
 disks() {
     mirror_model
-    vhost_case memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
-    vhost_case used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
-    vhost_case parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered
+    disk_case vhost memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
+    disk_case vhost used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
+    disk_case blockio answered-before-destination confirmed a_write_is_answered_once_the_destination_has_it_too
+    disk_case blockio flushed-at-source-alone confirmed a_flush_of_equal_sides_is_answered_once_both_have_done_it_and_so_is_a_durable_write
+    disk_case vhost parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
     e2e_case disks length-not-durable disk_power_cuts the_length_of_a_disk_that_was_made_larger_survives_a_power_cut

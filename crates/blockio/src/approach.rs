@@ -5,9 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::SecondImage;
 use crate::estimate::{Estimate, Seen};
 use crate::filters::Bottleneck;
+use crate::{Bound, SecondImage};
 
 /// Images that get no nearer to being equal for so long are given up.
 pub const NO_NEARER: Duration = Duration::from_secs(120);
@@ -18,6 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub const NOT_KEPT_UP: &str =
     "the new image does not keep up with what the guest writes: try again when it writes less";
 
+/// So long it is waited each time until both are equal and nothing that is copied is under way.
+const BIND_WAIT: Duration = Duration::from_millis(500);
 /// How often it is tried in vain before a move is given up.
 const ATTEMPTS: u32 = 20;
 /// Pause between the first two attempts; each is twice as long as the one before,
@@ -25,22 +27,20 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// and none is longer.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
-/// Goes on with a second image: `until_close` waits until little is under way, `switch` has the disk stand still and changes its image if both
-/// are equal then. Returns what that gave and how long the disk stood still in vain before; nothing where that did not come.
+/// Goes on with a second image: `until_close` waits until little is under way, `switch` changes the disk's image while the second one is bound.
+/// Returns what that gave; nothing where that did not come.
 pub fn switch_over<T, E>(
     second: &SecondImage,
     mut until_close: impl FnMut() -> Result<(), E>,
-    mut switch: impl FnMut() -> Result<Option<T>, E>,
-) -> Result<Option<(T, Duration)>, E> {
-    let (mut pause, mut in_vain) = (PAUSE, Duration::ZERO);
+    mut switch: impl FnMut(Bound<'_>) -> Result<Option<T>, E>,
+) -> Result<Option<T>, E> {
+    let mut pause = PAUSE;
     for _ in 0..ATTEMPTS {
         until_close()?;
-        if second.come_close() {
-            let began = Instant::now();
-            if let Some(switched) = switch()? {
-                return Ok(Some((switched, in_vain)));
-            }
-            in_vain += began.elapsed();
+        if let Some(bound) = Bound::within(second, BIND_WAIT)
+            && let Some(switched) = switch(bound)?
+        {
+            return Ok(Some(switched));
         }
         std::thread::sleep(pause);
         pause = (2 * pause).min(PAUSE_MAX);
@@ -144,21 +144,20 @@ mod tests {
         let began = Instant::now();
         assert!(!approach.look(began).unwrap().is_close);
         assert!(!approach.look(began + 2 * PATIENCE).unwrap().is_close);
-        assert!(!second.come_close(), "it is not equal");
-        let none: Option<()> = second.settle(began, PATIENCE, || ()).unwrap();
-        assert!(none.is_none());
+        let bound = Bound::within(&second, Duration::from_millis(5));
+        assert!(bound.is_none() && !course.is_bound(), "it is not equal");
         course.fail("the storage is gone".to_owned());
         assert_eq!(approach.look(began), Err("the storage is gone".to_owned()));
     }
 
     #[test]
-    fn a_disk_that_never_comes_close_stands_still_never() {
+    fn a_second_image_that_is_never_equal_is_never_bound() {
         let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
         let second = SecondImage::of(&image, None, &Course::default()).unwrap();
         let mut waits = 0;
-        let switched: Result<Option<((), Duration)>, &str> = switch_over(
+        let switched: Result<Option<()>, &str> = switch_over(
             &second,
             || {
                 waits += 1;
@@ -168,7 +167,7 @@ mod tests {
                     Ok(())
                 }
             },
-            || panic!("it stands still"),
+            |_| panic!("it is bound"),
         );
         assert_eq!((switched, waits), (Err("it is called off"), 4));
     }

@@ -20,6 +20,8 @@ use crate::{Bottom, Buffer, Data, Error, Event, Image, Outcome, Reactor, Request
 
 /// Tokens from here on are the engine's: this plus the slot's number.
 const FIRST: u64 = 1 << 62;
+/// Tokens from here on are bells: this plus the filter's place.
+const BELLS: u64 = 3 << 61;
 /// Most bytes that are copied at once for a request whose buffers direct IO does not take.
 const PIECE: usize = 1 << 20;
 /// Most requests that have memory of ours for that at the same time.
@@ -247,6 +249,15 @@ impl Bottom for Engine {
         self.issue(index);
         None
     }
+
+    fn listen(&mut self, place: usize, bell: Option<BorrowedFd<'_>>) {
+        let token = BELLS + place as u64;
+        match bell {
+            None => self.reactor.unwatch(token),
+            // Who is not heard is woken by the clock.
+            Some(bell) => drop(self.reactor.watch(bell, token)),
+        }
+    }
 }
 
 impl Drop for Engine {
@@ -266,7 +277,9 @@ impl Stack<Engine> {
         self.bottom.reactor.wait(soonest, others)?;
         let now = Instant::now();
         for event in others.iter().skip(first) {
-            if let Some((request, outcome)) = self.bottom.take(event) {
+            if let Some(place) = event.token.checked_sub(BELLS) {
+                self.rings(usize::try_from(place).unwrap_or(usize::MAX), now);
+            } else if let Some((request, outcome)) = self.bottom.take(event) {
                 self.completed(request, outcome, now);
             }
         }

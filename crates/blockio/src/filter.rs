@@ -9,6 +9,7 @@
 //! then, where they are nobody's concern.
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use crate::stack::Step;
@@ -53,7 +54,12 @@ pub trait Filter: Send {
         None
     }
 
-    /// The time that was asked for has come.
+    /// Becomes readable each time that [`Self::wake`] is to be called, whatever the time.
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// The time that was asked for has come, or the bell has rung.
     fn wake(&mut self, _flow: &mut Flow<'_>) {}
 }
 

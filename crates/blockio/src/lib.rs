@@ -16,6 +16,7 @@ compile_error!("godwit-blockio needs 64-bit Linux");
 
 mod approach;
 mod arriving;
+mod bound;
 mod buffer;
 mod engine;
 mod error;
@@ -35,6 +36,7 @@ mod under_way;
 
 pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress, switch_over};
 pub use arriving::Arriving;
+pub use bound::Bound;
 pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;

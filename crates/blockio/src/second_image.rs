@@ -3,15 +3,18 @@
 //! Threads carry changes out, each one at a time and beside the page cache; of two changes of the same bytes the later
 //! stays ([`Arriving`]). What is under way is bounded, and little of the guest's, so that a guest is as fast as the slower of its
 //! images and both are soon equal once it stands still. Half of the threads are the guest's first, so that neither its writes nor
-//! the copying waits for all of the other. Who owns the state: this value and its outlets share it; the threads end
+//! the copying waits for all of the other. A guest's write is confirmed once it is carried out, and a flush once the image is durable. Who owns the state: this value and its outlets share it; the threads end
 //! with the last outlet. Refuses: nothing that is given; an image that cannot be written ends the mirroring, never the guest.
 
 use std::fs::File;
 use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
 
 use crate::arriving::Cloned;
 use crate::filters::{Change, Course, Origin, Outlet};
@@ -42,20 +45,31 @@ struct Shared {
     course: Course,
     state: Mutex<UnderWay>,
     news: Condvar,
+    /// A flush is to be done.
+    asked: Condvar,
     syncing: Mutex<()>,
+    /// Rings when something was carried out.
+    bell: OwnedFd,
 }
 
 impl SecondImage {
     /// Fills this image, whose lock is kept for as long as either lives, for a mirroring with this course. Blocks that the file system lets
     /// it share with `source`, the disk's image, are not copied.
     pub fn of(image: &Image, source: Option<File>, course: &Course) -> Result<Self, Error> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = bell.map_err(|errno| Error::Ring {
+            action: "make a descriptor",
+            source: errno.into(),
+        })?;
         Ok(Self(Arc::new(Shared {
+            bell,
             image: Arriving::of(image)?,
             source,
             refusals: AtomicU32::new(0),
             course: course.clone(),
             state: Mutex::default(),
             news: Condvar::new(),
+            asked: Condvar::new(),
             syncing: Mutex::default(),
         })))
     }
@@ -73,6 +87,10 @@ impl SecondImage {
             let begun = thread.spawn(move || shared.write_all(first));
             begun.map_err(no_thread)?;
         }
+        let shared = Arc::clone(&self.0);
+        let thread = std::thread::Builder::new().name("disk-flush".to_owned());
+        let begun = thread.spawn(move || shared.flush_all());
+        begun.map_err(no_thread)?;
         Ok(outlet)
     }
 
@@ -91,10 +109,9 @@ impl SecondImage {
         &self.0.course
     }
 
-    /// For a disk that is to stand still in a moment: lets the guest have little under way until there is no more than that, so that the
-    /// wait is before the disk stands still, where only writes wait. For as long as that is worth it. Whether both are equal still, but for
-    /// what is under way.
-    pub fn come_close(&self) -> bool {
+    /// Lets the guest have little under way until there is no more than that, so that the wait is before its disk stands still, where
+    /// only writes wait. For as long as that is worth it.
+    pub(crate) fn come_close(&self) {
         let until = Instant::now() + END_WAIT;
         self.0.lock().end_soon(true);
         while !self.0.lock().is_at_the_end() && Instant::now() < until {
@@ -102,34 +119,14 @@ impl SecondImage {
         }
         // What still waits for room is done at once then.
         self.0.lock().end_soon(false);
-        self.0.course.is_synchronised()
     }
 
-    /// For a disk that stands still: waits until both images are equal, at most until then, makes the second durable, and looks at
-    /// something on its storage, within this limit: storage may hang. Nothing where either took longer.
-    pub fn settle<R: Send + 'static>(
-        &self,
-        equal_until: Instant,
-        sync_limit: Duration,
-        look: impl FnOnce() -> R + Send + 'static,
-    ) -> Result<Option<R>, Error> {
-        match self.is_equal_until(equal_until) {
-            true => self.sync_within(sync_limit, look),
-            false => Ok(None),
-        }
+    /// Bytes that are copied and still to be written.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        self.0.lock().copied_bytes()
     }
 
-    fn is_equal_until(&self, until: Instant) -> bool {
-        while self.under_way_bytes() > 0 {
-            if Instant::now() >= until {
-                return false;
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-        self.0.course.is_synchronised()
-    }
-
-    fn sync_within<R: Send + 'static>(
+    pub(crate) fn sync_within<R: Send + 'static>(
         &self,
         limit: Duration,
         look: impl FnOnce() -> R + Send + 'static,
@@ -183,6 +180,28 @@ impl Outlet for Writers {
         }
     }
 
+    fn confirms(&self) -> bool {
+        true
+    }
+
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
+        self.0.lock().give_write(number, range, change);
+        self.0.news.notify_one();
+    }
+
+    fn flush(&mut self, number: u64) {
+        self.0.lock().flush(number);
+        self.0.asked.notify_one();
+    }
+
+    fn take_ended(&mut self) -> Vec<u64> {
+        self.0.lock().take_ended()
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.bell.as_fd())
+    }
+
     fn try_clone(&mut self, range: &Range<u64>) -> bool {
         let clones = self.0.clones();
         if clones {
@@ -199,6 +218,7 @@ impl Drop for Writers {
     fn drop(&mut self) {
         self.0.lock().end(&self.0.course);
         self.0.news.notify_all();
+        self.0.asked.notify_all();
     }
 }
 
@@ -233,10 +253,37 @@ impl Shared {
             }
             Content::Cloned => self.clone_range(number, below, range),
         };
+        let is_done = done.is_ok();
         if let Err(error) = done {
             self.course.fail(error.to_string());
         }
-        self.lock().has_done(task);
+        let is_news = self.lock().has_done(task, is_done);
+        self.ring(is_news);
+    }
+
+    /// The count of the bell is nobody's concern, and its limit is never reached.
+    fn ring(&self, is_news: bool) {
+        if is_news {
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Those that came meanwhile are done by one. One that fails has ended the mirroring.
+    fn flush_all(&self) {
+        let mut state = self.lock();
+        while !state.has_ended() {
+            let flushes = state.take_flushes();
+            if flushes.is_empty() {
+                let waited = self.asked.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            drop(state);
+            let synced = self.sync_by(|image| image.sync());
+            state = self.lock();
+            let is_news = synced.is_ok() && state.confirm(flushes);
+            self.ring(is_news);
+        }
     }
 
     /// The oldest change of this origin, else of the other, and the number before which none is under way; none where there

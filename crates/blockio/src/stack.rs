@@ -5,6 +5,7 @@
 //! chain of filters is too long.
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use crate::{Filter, Flow, Outcome, Request};
@@ -14,6 +15,9 @@ pub trait Bottom {
     /// Begins a request. One that cannot even begin comes back with its outcome; of the others the outcome is given to
     /// [`Stack::completed`] later.
     fn start(&mut self, request: Request) -> Option<(Request, Outcome)>;
+
+    /// Hears the bell of the filter at this place from now on, or no longer. One that is not heard is woken in time all the same.
+    fn listen(&mut self, _place: usize, _bell: Option<BorrowedFd<'_>>) {}
 }
 
 /// A request on its way through the stack.
@@ -45,7 +49,12 @@ pub struct Stack<B> {
 
 impl<B: Bottom> Stack<B> {
     /// The first filter is at the top, nearest to the guest.
-    pub fn new(filters: Vec<Box<dyn Filter>>, bottom: B) -> Self {
+    pub fn new(filters: Vec<Box<dyn Filter>>, mut bottom: B) -> Self {
+        for (place, filter) in filters.iter().enumerate() {
+            if let Some(bell) = filter.bell() {
+                bottom.listen(place, Some(bell));
+            }
+        }
         Self {
             filters,
             bottom,
@@ -65,7 +74,10 @@ impl<B: Bottom> Stack<B> {
             return Err(filter);
         }
         if std::mem::replace(&mut self.has_lowest, true) {
-            self.filters.pop();
+            self.pop();
+        }
+        if let Some(bell) = filter.bell() {
+            self.bottom.listen(self.filters.len(), Some(bell));
         }
         self.filters.push(filter);
         Ok(())
@@ -76,9 +88,19 @@ impl<B: Bottom> Stack<B> {
     pub fn take_lowest(&mut self) -> bool {
         let takes = self.is_idle() && std::mem::take(&mut self.has_lowest);
         if takes {
-            self.filters.pop();
+            self.pop();
         }
         takes
+    }
+
+    fn pop(&mut self) {
+        if self
+            .filters
+            .pop()
+            .is_some_and(|filter| filter.bell().is_some())
+        {
+            self.bottom.listen(self.filters.len(), None);
+        }
     }
 
     /// Has filters begin nothing of their own, or begin again.
@@ -106,16 +128,25 @@ impl<B: Bottom> Stack<B> {
     /// Wakes the filters whose time has come.
     pub fn wake(&mut self, now: Instant) {
         for place in 0..self.filters.len() {
-            let filter = &mut self.filters[place];
+            let filter = &self.filters[place];
             if filter.wake_at().is_some_and(|at| at <= now) {
-                filter.wake(&mut Flow {
-                    steps: &mut self.steps,
-                    place,
-                    now,
-                });
+                self.wake_one(place, now);
             }
         }
         self.run(now);
+    }
+
+    /// The bell of the filter at this place has rung.
+    pub(crate) fn rings(&mut self, place: usize, now: Instant) {
+        self.wake_one(place, now);
+        self.run(now);
+    }
+
+    fn wake_one(&mut self, place: usize, now: Instant) {
+        if let Some(filter) = self.filters.get_mut(place) {
+            let steps = &mut self.steps;
+            filter.wake(&mut Flow { steps, place, now });
+        }
     }
 
     /// When a filter wants to be woken next.

@@ -54,6 +54,10 @@ pub(crate) struct UnderWay {
     bytes: [u64; 2],
     /// How many of the guest's.
     of_guest: usize,
+    /// The guest's writes, and flushes, that were carried out, until they are told of,
+    ended: Vec<u64>,
+    /// and flushes that are to be.
+    flushes: Vec<u64>,
     /// Bytes that the copying may have under way,
     copy_room: u64,
     /// and the number of the last change that was given before it was so: what is measured of that one is of no use.
@@ -78,6 +82,8 @@ pub(crate) struct Task {
     pub range: Range<u64>,
     pub content: Content,
     origin: Origin,
+    /// The guest's write whose end is told.
+    write: Option<u64>,
 }
 
 impl Default for UnderWay {
@@ -89,6 +95,8 @@ impl Default for UnderWay {
             done_at: None,
             bytes: [0; 2],
             of_guest: 0,
+            ended: Vec::new(),
+            flushes: Vec::new(),
             copy_room: COPY_BYTES_AT_FIRST,
             adapted_at: 0,
             ends_soon: false,
@@ -188,13 +196,32 @@ impl UnderWay {
         usize::try_from(self.count - before).unwrap_or(usize::MAX)
     }
 
+    /// Takes the guest's write of this number.
+    pub fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
+        self.add_task(
+            (Origin::Guest, Some(number)),
+            range,
+            Content::Change(change),
+        );
+    }
+
     pub fn add(&mut self, origin: Origin, range: Range<u64>, content: Content) {
+        self.add_task((origin, None), range, content);
+    }
+
+    fn add_task(
+        &mut self,
+        (origin, write): (Origin, Option<u64>),
+        range: Range<u64>,
+        content: Content,
+    ) {
         self.count += 1;
         let task = Task {
             number: self.count,
             range,
             content,
             origin,
+            write,
         };
         self.bytes[origin as usize] += task.cost();
         self.of_guest += usize::from(origin == Origin::Guest);
@@ -236,8 +263,8 @@ impl UnderWay {
         }
     }
 
-    /// A thread has carried it out.
-    pub fn has_done(&mut self, task: &Task) {
+    /// A thread is done with it. Returns whether somebody is to be told, who has not been yet.
+    pub fn has_done(&mut self, task: &Task, is_done: bool) -> bool {
         let now = Instant::now();
         self.done_at = Some(now);
         let mut running = self.running.iter();
@@ -249,6 +276,36 @@ impl UnderWay {
             }
         }
         self.account_end(task);
+        // Of one that has failed nobody is told that it is there.
+        let write = task.write.filter(|_| is_done);
+        self.confirm(write)
+    }
+
+    /// These were carried out. Returns whether somebody is to be told, who has not been yet.
+    pub fn confirm(&mut self, numbers: impl IntoIterator<Item = u64>) -> bool {
+        let was_empty = self.ended.is_empty();
+        self.ended.extend(numbers);
+        was_empty && !self.ended.is_empty()
+    }
+
+    /// What was carried out since this was called last.
+    pub fn take_ended(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.ended)
+    }
+
+    /// A flush is to be done.
+    pub fn flush(&mut self, number: u64) {
+        self.flushes.push(number);
+    }
+
+    /// Those that are to be done, which one of the image does.
+    pub fn take_flushes(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.flushes)
+    }
+
+    /// Bytes that are copied and not written yet.
+    pub fn copied_bytes(&self) -> u64 {
+        self.bytes[Origin::Copy as usize]
     }
 
     /// Less is copied at once where storage takes long for it: a guest's writes wait in the same queue of the storage.

@@ -50,8 +50,9 @@ impl Mirrored {
         let deadline = Instant::now() + LONG;
         loop {
             let standing = disk.stand_still(LONG).unwrap();
-            let settled = self.second.settle(deadline, LONG, || ()).unwrap();
-            if settled.is_some() {
+            until(|| self.second.under_way_bytes() == 0);
+            if self.is_equal() {
+                self.second.sync().unwrap();
                 return standing;
             }
             drop(standing);

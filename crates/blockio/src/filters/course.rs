@@ -3,7 +3,7 @@
 //! Owned by the disk's thread and by whoever moves the disk, together. Refuses nothing.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::pace::{Pace, WaitTimes};
@@ -17,6 +17,8 @@ pub(super) struct Shared {
     pub(super) begun: AtomicBool,
     pub(super) given_up: AtomicBool,
     pub(super) synchronised: AtomicBool,
+    /// [`FREE`], [`WANTED`] or [`BOUND`].
+    binding: AtomicU8,
     /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
     pub(super) lost: Mutex<Vec<Range<u64>>>,
     pub(super) left_bytes: AtomicU64,
@@ -30,6 +32,13 @@ pub(super) struct Shared {
     pub(super) pace: Pace,
     pub(super) wait_times: Mutex<WaitTimes>,
 }
+
+/// Whether the destination may be left out.
+const FREE: u8 = 0;
+/// Not from the next moment on in which both sides are equal,
+const WANTED: u8 = 1;
+/// and not now.
+const BOUND: u8 = 2;
 
 /// Bytes that a guest wrote to a disk that is copied.
 #[derive(Debug, Clone, Copy, Default)]
@@ -59,6 +68,32 @@ impl Course {
     /// Ends it: everything goes to the source alone.
     pub fn give_up(&self) {
         self.0.given_up.store(true, Ordering::Release);
+    }
+
+    /// From the next moment on in which both sides are equal nothing is answered that the destination has not, whatever becomes of
+    /// it, until [`Self::unbind`]. For a destination that confirms what it has.
+    pub(crate) fn bind(&self) {
+        let _ = self.turn_binding(FREE, WANTED);
+    }
+
+    /// Whether it is so.
+    pub(crate) fn is_bound(&self) -> bool {
+        self.0.binding.load(Ordering::Acquire) == BOUND
+    }
+
+    /// A destination that does not answer, or fails, may be left out again.
+    pub(crate) fn unbind(&self) {
+        self.0.binding.store(FREE, Ordering::Release);
+    }
+
+    /// Both sides are equal now.
+    pub(super) fn may_bind(&self) {
+        let _ = self.turn_binding(WANTED, BOUND);
+    }
+
+    fn turn_binding(&self, from: u8, to: u8) -> Result<u8, u8> {
+        let binding = &self.0.binding;
+        binding.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
     }
 
     /// Whether both sides are equal but for what is under way.

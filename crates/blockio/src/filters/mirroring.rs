@@ -2,13 +2,15 @@
 //!
 //! What goes where is decided by `godwit_mirror`; here it is carried out. The bytes of a write that goes to both sides are read
 //! from the guest once: a guest may change them meanwhile. The destination ([`Outlet`]) gets changes in the order in which the
-//! source began them, and a guest waits for the source alone, or until there is room for what is under way to the destination;
-//! where the destination is silent, or has let somebody wait for too long, nobody waits, and what it missed is copied again.
+//! source began them. One that confirms them is waited for as the source is, by a flush once both sides are equal; of another one a guest
+//! waits for room alone. Where the destination is silent, or has let somebody wait for too long, nobody waits, and what it missed is copied
+//! again, but while it is bound ([`Course`]).
 //!
 //! Who owns the state: the disk's thread; [`Course`] is how others see and steer it. Refuses: nothing of the guest's. A region
 //! that cannot be read ends the mirroring and no request.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -35,15 +37,30 @@ const LOOK_COUNTS: f64 = 1.0 / 32.0;
 /// How often it is looked whether there is room again, and what others want.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// A write waits no longer than this for room at a destination that takes little and is not silent,
-const WAIT_MAX: Duration = Duration::from_secs(1);
-/// and for so long nobody waits for it then: what it misses is copied again.
+/// So long nobody waits for a destination that has let somebody wait for too long: what it misses is copied again.
 const AWAY: Duration = Duration::from_secs(5);
 
 /// What a request of the filter's own is for, in the upper bits of its token; numbers of writes and copies are below.
 const SOURCE: u64 = 1 << 56;
 const COPY: u64 = 2 << 56;
+const FLUSH: u64 = 3 << 56;
 const KIND: u64 = 0xff << 56;
+
+/// What a destination has that confirms it.
+struct Given {
+    since: Instant,
+    /// Whether it is to be durable, too, once it is carried out.
+    durable: bool,
+}
+
+/// A flush of both sides.
+struct Flushing {
+    request: Request,
+    /// What became of it at the source,
+    outcome: Option<Outcome>,
+    /// and whether the destination has done it, or is not waited for.
+    there: bool,
+}
 
 /// Mirrors one disk to an [`Outlet`].
 pub struct Mirroring {
@@ -62,6 +79,10 @@ pub struct Mirroring {
     load: f64,
     /// Those to both sides for which there is no room, oldest first.
     waiting: VecDeque<(u64, Instant)>,
+    /// What the destination is to confirm, by numbers of the filter's own,
+    given: BTreeMap<u64, Given>,
+    /// and those of it that are flushes.
+    flushes: BTreeMap<u64, Flushing>,
     /// Copies that are being read, by their numbers.
     reads: BTreeMap<u64, Copy>,
     /// Copies for which there is no room.
@@ -92,6 +113,8 @@ impl Mirroring {
             under_way: 0,
             load: 0.0,
             waiting: VecDeque::new(),
+            given: BTreeMap::new(),
+            flushes: BTreeMap::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
             next_look: Instant::now(),
@@ -153,10 +176,11 @@ impl Mirroring {
             self.waiting.push_back((id, flow.now()));
             return Vec::new();
         }
-        self.give(id, flow)
+        self.give((id, flow.now()), flow)
     }
 
-    fn give(&mut self, id: u64, flow: &mut Flow<'_>) -> Vec<Step> {
+    /// A write that has waited since then.
+    fn give(&mut self, (id, since): (u64, Instant), flow: &mut Flow<'_>) -> Vec<Step> {
         let Some((Some(request), _)) = self.writes.get(&id) else {
             return Vec::new();
         };
@@ -188,10 +212,67 @@ impl Mirroring {
                 .map_or(Data::None, Data::Shared),
             false => data,
         };
+        let durable = request.durable;
         flow.make_like(request, data, SOURCE | id);
-        self.outlet.give(Origin::Guest, range, change);
+        self.outlet.give_write(id, range, change);
+        if self.outlet.confirms() && !planted("answered-before-destination") {
+            self.given.insert(id, Given { since, durable });
+            return Vec::new();
+        }
         // From here on the later number wins.
         self.mirror.written(id, Side::Destination, true)
+    }
+
+    fn flush_both(&mut self, request: Request, flow: &mut Flow<'_>) {
+        self.last_write += 1;
+        let (id, since) = (self.last_write, flow.now());
+        flow.make_like(&request, Data::None, FLUSH | id);
+        self.outlet.flush(id);
+        let durable = false;
+        self.given.insert(id, Given { since, durable });
+        let flushing = Flushing {
+            request,
+            outcome: None,
+            there: false,
+        };
+        self.flushes.insert(id, flushing);
+    }
+
+    /// Hears what the destination has carried out.
+    fn hear(&mut self, flow: &mut Flow<'_>) {
+        for id in self.outlet.take_ended() {
+            // What is not equal yet is made durable before it is.
+            let is_equal = self.mirror.phase() == Phase::Synchronised;
+            match self.given.get_mut(&id) {
+                Some(given) if given.durable && is_equal => {
+                    given.durable = false;
+                    self.outlet.flush(id);
+                }
+                Some(_) => self.has_ended_there(id, flow),
+                None => {}
+            }
+        }
+    }
+
+    /// The destination has carried this out, or is not waited for.
+    fn has_ended_there(&mut self, id: u64, flow: &mut Flow<'_>) {
+        self.given.remove(&id);
+        if let Some(flush) = self.flushes.get_mut(&id) {
+            flush.there = true;
+            return self.answer_flush(id, flow);
+        }
+        let steps = self.mirror.written(id, Side::Destination, true);
+        self.carry_out(steps, flow);
+    }
+
+    fn answer_flush(&mut self, id: u64, flow: &mut Flow<'_>) {
+        let is_done = |flush: &Flushing| flush.there && flush.outcome.is_some();
+        if self.flushes.get(&id).is_some_and(is_done)
+            && let Some(flush) = self.flushes.remove(&id)
+        {
+            let outcome = flush.outcome.unwrap_or(Outcome::Failed(Errno::INVAL));
+            self.pass_up(flush.request, outcome, flow);
+        }
     }
 
     /// The destination is silent: what waits for it goes to the source alone.
@@ -199,6 +280,11 @@ impl Mirroring {
         let steps = self.mirror.detach();
         self.carry_out(steps, flow);
         self.read.clear();
+        let given: Vec<u64> = self.given.keys().copied().collect();
+        for id in given {
+            // It may still come, and what is copied then comes later.
+            self.has_ended_there(id, flow);
+        }
         for (id, _) in std::mem::take(&mut self.waiting) {
             let Some((Some(request), _)) = self.writes.get(&id) else {
                 continue;
@@ -209,6 +295,12 @@ impl Mirroring {
             steps.extend(self.mirror.written(id, Side::Destination, true));
             self.carry_out(steps, flow);
         }
+    }
+
+    /// Until both sides are equal durable is what the source has made durable.
+    fn flushes_both(&self) -> bool {
+        let is_equal = self.mirror.phase() == Phase::Synchronised;
+        is_equal && self.outlet.confirms() && !planted("flushed-at-source-alone")
     }
 
     fn answer(&mut self, id: u64, flow: &mut Flow<'_>) {
@@ -313,12 +405,23 @@ impl Mirroring {
 
     fn give_writes(&mut self, flow: &mut Flow<'_>) {
         while !self.waiting.is_empty() && self.outlet.takes(Origin::Guest) {
-            let Some((id, _)) = self.waiting.pop_front() else {
+            let Some(oldest) = self.waiting.pop_front() else {
                 return;
             };
-            let steps = self.give(id, flow);
+            let steps = self.give(oldest, flow);
             self.carry_out(steps, flow);
         }
+    }
+
+    /// Whether a write has waited for too long, or one has just before.
+    fn keeps_somebody_waiting(&mut self, now: Instant) -> bool {
+        let waiting = self.waiting.front().map(|(_, since)| *since);
+        let given = self.given.first_key_value().map(|(_, given)| given.since);
+        let oldest = waiting.into_iter().chain(given).min();
+        if oldest.is_some_and(|since| now >= since + self.outlet.patience()) {
+            self.away_until = Some(now + AWAY);
+        }
+        self.away_until.is_some_and(|until| now < until)
     }
 
     fn look(&mut self, flow: &mut Flow<'_>) {
@@ -330,7 +433,8 @@ impl Mirroring {
         for range in std::mem::take(&mut *lock(&self.course.0.zero)) {
             self.mirror.skip(&range);
         }
-        if self.course.0.given_up.load(Ordering::Acquire) {
+        let is_bound = self.course.is_bound();
+        if !is_bound && self.course.0.given_up.load(Ordering::Acquire) {
             self.detach(flow);
             let steps = self.mirror.give_up();
             return self.carry_out(steps, flow);
@@ -340,18 +444,15 @@ impl Mirroring {
             let steps = self.mirror.allow(0);
             self.carry_out(steps, flow);
         }
-        let oldest = self.waiting.front();
-        if oldest.is_some_and(|(_, since)| flow.now() >= *since + WAIT_MAX) {
-            self.away_until = Some(flow.now() + AWAY);
-        }
-        let is_away = self.away_until.is_some_and(|until| flow.now() < until);
-        let is_silent = self.outlet.is_silent() || is_away;
+        let is_silent =
+            !is_bound && (self.keeps_somebody_waiting(flow.now()) || self.outlet.is_silent());
         match self.mirror.phase() {
             Phase::Detached if !is_silent && self.course.0.begun.load(Ordering::Acquire) => {
                 let steps = self.mirror.attach();
                 self.carry_out(steps, flow);
             }
             Phase::Copying | Phase::Synchronised if is_silent => self.detach(flow),
+            Phase::Synchronised if self.outlet.confirms() => self.course.may_bind(),
             _ => {}
         }
         self.give_writes(flow);
@@ -368,7 +469,8 @@ impl Mirroring {
 
 impl Filter for Mirroring {
     fn passes_down(&mut self, request: &Request, _now: Instant) -> bool {
-        let passes = !request.work.changes();
+        let flushes_both = request.work == Work::Flush && self.flushes_both();
+        let passes = !(request.work.changes() || flushes_both);
         self.under_way += usize::from(passes);
         passes
     }
@@ -389,7 +491,7 @@ impl Filter for Mirroring {
                 let steps = self.mirror.write(id, range);
                 self.carry_out(steps, flow);
             }
-            // Durable is what the source has made durable, until the destination has the disk.
+            None if self.flushes_both() => self.flush_both(request, flow),
             _ => flow.down(request),
         }
     }
@@ -410,6 +512,10 @@ impl Filter for Mirroring {
         if kind == COPY {
             return self.read_region(request, outcome, flow);
         }
+        if let Some(flush) = self.flushes.get_mut(&id) {
+            flush.outcome = Some(outcome);
+            return self.answer_flush(id, flow);
+        }
         if let Some(write) = self.writes.get_mut(&id) {
             write.1 = Some(outcome);
         }
@@ -428,7 +534,15 @@ impl Filter for Mirroring {
         (self.mirror.phase() != Phase::Ended).then_some(self.next_look)
     }
 
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.outlet.bell()
+    }
+
     fn wake(&mut self, flow: &mut Flow<'_>) {
+        self.hear(flow);
+        if flow.now() < self.next_look {
+            return self.give_writes(flow);
+        }
         self.next_look = flow.now() + LOOK_EVERY;
         self.look(flow);
     }

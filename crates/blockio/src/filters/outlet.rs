@@ -3,7 +3,9 @@
 //! Owns nothing. Whoever implements it refuses nothing that is given: whoever gives asks first whether there is room.
 
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::Buffer;
 
@@ -24,6 +26,9 @@ pub enum Origin {
     Guest,
     Copy,
 }
+
+/// A guest waits for no longer than this for a destination.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What takes a disk's changes, in the order in which the source began them.
 pub trait Outlet: Send {
@@ -54,4 +59,33 @@ pub trait Outlet: Send {
 
     /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
+
+    /// How long a write may wait for it; after that nobody waits for a while.
+    fn patience(&self) -> Duration {
+        PATIENCE
+    }
+
+    /// Whether it says when it has carried a write out ([`Self::take_ended`]), and the guest waits for that, as it does for a
+    /// flush. Where not, what was given counts as carried out.
+    fn confirms(&self) -> bool {
+        false
+    }
+
+    /// As [`Self::give`], for the guest's write of this number.
+    fn give_write(&mut self, _number: u64, range: Range<u64>, change: Change) {
+        self.give(Origin::Guest, range, change);
+    }
+
+    /// Makes durable what it has confirmed before, and confirms that with this number.
+    fn flush(&mut self, _number: u64) {}
+
+    /// What it has carried out since this was called last. What has failed is never told of: it ends the mirroring.
+    fn take_ended(&mut self) -> Vec<u64> {
+        Vec::new()
+    }
+
+    /// Becomes readable each time that there is something to take.
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }

@@ -464,6 +464,11 @@ impl Outlet for DiskOutlet {
         self.changes.takes(origin)
     }
 
+    fn patience(&self) -> Duration {
+        let silent_ms = self.changes.0.silent_ms.load(Ordering::Relaxed);
+        SILENT_FOR.max(Duration::from_millis(silent_ms))
+    }
+
     fn is_behind(&mut self) -> bool {
         let under_way = self.changes.0.under_way_of(Origin::Copy);
         2 * under_way.load(Ordering::Acquire) > UNDER_WAY_MAX

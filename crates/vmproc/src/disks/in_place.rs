@@ -1,7 +1,7 @@
 //! Disks that move from one place of this host to another while the guest runs.
 //!
-//! A disk is mirrored to a second image until both are equal. Then it stands still for a moment, what the second image has is
-//! made durable, `disks.json` says that it is the disk from now on, and the disk goes on with it ([`super::switching`]): so one image is certainly the
+//! A disk is mirrored to a second image until both are equal. Then the second image is made durable, `disks.json` says that it is the disk from
+//! now on, and the disk goes on with it ([`super::switching`]): so one image is certainly the
 //! right one, whenever this process dies. Then the VM's description follows, and the former image is removed.
 //!
 //! Owns the threads that move disks and remove what is left, which alone touch storage that may hang. Refuses: disks that the guest only reads, images
@@ -43,6 +43,8 @@ pub(super) struct Moves {
     /// Those that have ended, newest first.
     past: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
+    /// Whether what is written of where a disk is may still be taken back: nothing follows it before that is over.
+    pub(super) is_switching: AtomicBool,
     /// Held by whoever writes them.
     writing: Mutex<()>,
     /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
@@ -57,6 +59,7 @@ impl Moves {
             disks: Mutex::default(),
             past: Mutex::new(history::settled(paths)),
             is_cancelled: AtomicBool::new(false),
+            is_switching: AtomicBool::new(false),
             writing: Mutex::default(),
             turn: Mutex::default(),
             cleaned: Mutex::default(),
@@ -158,7 +161,8 @@ impl Disks {
 
     /// Whether the VM's description does not say yet where they are.
     pub(crate) fn are_elsewhere(&self) -> bool {
-        self.0.what().left.iter().any(|left| !left.followed)
+        let is_certain = !self.0.moves.is_switching.load(Ordering::SeqCst);
+        is_certain && self.0.what().left.iter().any(|left| !left.followed)
     }
 
     /// Has the VM's description say where its disks are.
@@ -468,10 +472,9 @@ impl Served {
         let switched = switch_over(
             &mirror.second,
             || self.wait_until_equal(going, mirror),
-            || self.switch(going, mirror, &mut image),
+            |bound| self.switch(going, (mirror, bound), &mut image),
         );
-        let (took, in_vain) = switched?.ok_or(NOT_KEPT_UP)?;
-        Ok(in_vain + took)
+        Ok(switched?.ok_or(NOT_KEPT_UP)?)
     }
 
     /// Makes the image that the disk is copied to, and notes that it is this move's.

@@ -5,6 +5,7 @@ use crate::testing::{LONG, Site, apart};
 use godwit_guestmem::RamFile;
 use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_qemu::user::User;
+use godwit_store::load_json;
 use godwit_testkit::testvol::Volume;
 use godwit_types::Generation;
 use rustix::process::{getegid, geteuid};
@@ -59,39 +60,54 @@ fn image_of(served: &Served) -> Option<(u64, u64)> {
     Some(identity_of_open(&File::from(lent)).unwrap())
 }
 
+/// Where the disk is to go.
+fn place_at(path: &Path) -> DiskPlace {
+    DiskPlace {
+        disk: "root".to_owned(),
+        path: path.to_str().unwrap().to_owned(),
+        shared: false,
+        max_bandwidth_mbit_per_s: None,
+    }
+}
+
+/// The disk on its way there.
+fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
+    Going {
+        index: 0,
+        place,
+        spec: what.disks[0].clone(),
+        image: what.images[0],
+        copying: Copying {
+            path: place.path.clone(),
+            beside: format!("{}.moving-1", place.path),
+            image: None,
+            known: None,
+        },
+    }
+}
+
 #[test]
 fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is() {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
     let [before, after] = ["root.raw", "new.raw"].map(|name| directory.path().join(name));
     File::create(&before).unwrap().set_len(BYTES).unwrap();
-    let place = DiskPlace {
-        disk: "root".to_owned(),
-        path: after.to_str().unwrap().to_owned(),
-        shared: false,
-        max_bandwidth_mbit_per_s: None,
-    };
+    let place = place_at(&after);
     apart(|mounts| {
         let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
         let disks = served_with(&site, &before);
         let (served, what) = (&disks.0, disks.0.what());
-        let mut going = Going {
-            index: 0,
-            place: &place,
-            spec: what.disks[0].clone(),
-            image: what.images[0],
-            copying: Copying {
-                path: place.path.clone(),
-                beside: format!("{}.moving-1", place.path),
-                image: None,
-                known: None,
-            },
-        };
+        let mut going = going_to(&place, &what);
         let (mirror, image) = went(served.make_equal(&mut going));
-        let (disks, going, after) = (&disks, &going, &after);
+        let (disks, going, before) = (&disks, &going, &before);
         // While a thread is about to serve it nothing is switched.
         let mut image = Some(image);
         let alone = served.serve_alone(0).unwrap();
-        assert!(went(served.switch(going, &mirror, &mut image)).is_none());
+        let switched = switch_over(
+            &mirror.second,
+            || Ok(()),
+            |bound| served.switch(going, (&mirror, bound), &mut image).map(Some),
+        );
+        assert_eq!(went(switched), Some(None));
         drop(alone);
         let (image, disk) = (image.unwrap(), Arc::clone(&mirror.disk));
         std::thread::scope(move |scope| {
@@ -108,15 +124,68 @@ fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is(
             let begun = is_tried.try_recv();
             assert_eq!(begun, Err(TryRecvError::Disconnected), "a thread serves it");
             state.change(|volume| volume.hangs = false);
-            went(goes_over.join().unwrap());
-            // From then on it is the second image, and no other.
+            // The mirror ended with the disk, so that what is written is taken back.
+            let gone_over = goes_over.join().unwrap();
+            assert!(matches!(gone_over, Err(Stopped::Failed(_))));
+            // From then on it is the first image, and no other.
             until(|| {
                 let (tried, is_tried) = channel();
                 served.try_in_thread(0, LOCK_WAIT, Some(tried));
                 let _ = is_tried.recv_timeout(LONG);
                 served.disk(0).is_ok()
             });
-            assert_eq!(image_of(served), identity_of(after).unwrap());
+            assert_eq!(image_of(served), identity_of(before).unwrap());
+            disks.end();
+        });
+    });
+}
+
+/// Until the record says again that the first image is the disk, nobody may be answered by that one alone.
+#[test]
+fn a_second_image_that_fails_after_it_was_written_down_is_taken_back_and_the_disk_goes_on_with_its_first()
+ {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let [before, after] = ["root.raw", "new.raw"].map(|name| directory.path().join(name));
+    File::create(&before).unwrap().set_len(BYTES).unwrap();
+    let place = place_at(&after);
+    apart(|mounts| {
+        let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
+        let disks = served_with(&site, &before);
+        let (served, what) = (&disks.0, disks.0.what());
+        let mut going = going_to(&place, &what);
+        let (mirror, image) = went(served.make_equal(&mut going));
+        let written = || {
+            load_json::<ServedDisks>(&site.paths.disks())
+                .unwrap()
+                .unwrap()
+        };
+        let noted = written();
+        let second = mirror.second.clone();
+        let (disks, going, noted) = (&disks, &going, &noted);
+        let (what, before) = (&what, &before);
+        std::thread::scope(move |scope| {
+            let state = state;
+            state.change(|volume| volume.hangs = true);
+            let goes_over = scope.spawn(move || served.go_over(going, &mirror, image));
+            state.wait_held(1, LONG).unwrap();
+            assert!(
+                !disks.are_elsewhere(),
+                "nothing follows what may be taken back"
+            );
+            second.course().fail("its storage is gone".to_owned());
+            state.change(|volume| volume.hangs = false);
+            let Err(Stopped::Failed(why)) = goes_over.join().unwrap() else {
+                panic!("it went");
+            };
+            assert_eq!(why, "its storage is gone");
+            assert_eq!(written().disks, what.disks);
+            assert_eq!(written().left, noted.left);
+            assert_eq!(written().images, what.images);
+            assert_eq!(written().copying, noted.copying);
+            assert!(served.missing().is_empty(), "it is served all the while");
+            assert_eq!(image_of(served), identity_of(before).unwrap());
+            // Its mirror lets go.
+            until(|| served.disk(0).unwrap().take_lowest(LONG).is_ok());
             disks.end();
         });
     });

@@ -1,23 +1,30 @@
 //! How a disk goes on with its second image: the one step of a move that its guest could notice.
 //!
+//! The second image is bound first ([`godwit_blockio::Bound`]), then it is written down as the disk while the guest's requests go on, and then
+//! the disk stands still for those that are under way and changes its image. A process that dies anywhere in this leaves two images that both
+//! have all that the guest was told.
+//!
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the mirror while it is there. Refuses: to call a second image the
 //! disk that is not equal, not durable or not the file that was made for it.
 
 use super::left::{Copying, Left};
-use super::served::Served;
+use super::served::{Served, ServedDisks};
 use super::told;
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
-use godwit_blockio::{Image, SecondImage};
+use godwit_blockio::{Bound, Image, SecondImage};
+use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
+use godwit_types::ApiError;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::vm::DiskSpec;
-use godwit_vhost::Disk;
+use godwit_vhost::{Disk, Standing};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a disk stands still at most for what is under way, and then for that to be durable.
+/// How long a second image may take to be durable, and how long a disk stands still at most for what is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
 /// Why a disk is not where it was to go.
@@ -40,6 +47,9 @@ pub(super) struct Going<'a> {
     pub image: (u64, u64),
     pub copying: Copying,
 }
+
+/// What was written before a switch, and what was known of the disk's image.
+type Before = (Arc<ServedDisks>, Option<KnownImage>);
 
 /// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
 pub(super) struct Mirror {
@@ -69,76 +79,131 @@ impl Served {
         }
     }
 
-    /// Goes on with the second image if both are equal now; else nothing has changed.
+    /// Goes on with the second image if both are equal now; else nothing has changed. Returns how long the disk stood still.
     pub(super) fn switch(
         &self,
         going: &Going<'_>,
-        mirror: &Mirror,
+        (mirror, mut bound): (&Mirror, Bound<'_>),
         image: &mut Option<Image>,
     ) -> Result<Option<Duration>, Stopped> {
-        let began = Instant::now();
         // A disk that ends while what is written changes must not be served as it was.
         let Some(_alone) = self.serve_alone(going.index) else {
             return Ok(None);
         };
         self.must_be_mirrored(going.index, &mirror.disk)?;
-        let standing = match mirror.disk.stand_still(STAND_WAIT) {
-            Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
-            standing => standing?,
-        };
-        let path = PathBuf::from(&going.place.path);
-        let named = path.clone();
-        let settled = mirror
-            .second
-            .settle(began + STAND_WAIT, STAND_WAIT, move || identity_of(&named));
-        let Some(found) = settled?.transpose()? else {
+        let named = PathBuf::from(&going.place.path);
+        let found = bound.sync_within(STAND_WAIT, move || identity_of(&named));
+        let Some(found) = found?.transpose()? else {
             return Ok(None);
         };
-        let may_run = self.held().is_some() && mirror.disk.status()?.has_image;
-        if found != going.copying.image || !may_run || !mirror.second.course().is_synchronised() {
-            return Err(format!(
-                "{} is not to be the disk any more: see the log of the VM process",
-                path.display()
-            )
-            .into());
+        if found != going.copying.image || !mirror.disk.status()?.has_image {
+            let path = &going.place.path;
+            let why =
+                format!("{path} is not to be the disk any more: see the log of the VM process");
+            return Err(why.into());
         }
-        let image = image.take().ok_or("its second image is gone")?;
+        if !bound.is_equal() {
+            return Ok(None);
+        }
         if planted("switch-before-record") {
-            standing.switch(image)?;
-            drop(standing);
-            std::thread::sleep(STAND_WAIT);
-            reached("disk-move.switched");
-            self.write_switch(going)?;
-            return Ok(Some(began.elapsed()));
+            return self.switch_before_record(going, mirror, image);
         }
-        let written = self.write_switch(going);
-        let is_written = written.is_ok();
-        let switched = written.and_then(|()| {
+        // Either image may be the disk from now on, and is as good as the other.
+        bound.stay();
+        let before = (self.what(), self.known_of(&self.what(), &going.place.disk));
+        self.moves.is_switching.store(true, Ordering::SeqCst);
+        let went = self.write_switch(going).and_then(|()| {
             reached("disk-move.written");
-            let switched = standing.switch(image);
-            switched.map_err(|error| told(&going.spec, &error))
+            bound.come_close();
+            self.stand(going, mirror, &bound)
         });
-        let Err(why) = switched else {
-            drop(standing);
-            reached("disk-move.switched");
-            return Ok(Some(began.elapsed()));
+        let switched = match went {
+            Ok((standing, began)) => {
+                self.change_image(going, standing, image);
+                Ok(Some(began.elapsed()))
+            }
+            Err(why) => self.go_back(going, &before, bound).map_err(|()| why.into()),
         };
-        // It must take nothing more: it is served anew with what is written, once that is certain.
-        standing.end();
-        self.serve_anew(going.index);
-        tracing::error!(
-            disk = going.spec.name,
-            why,
-            "a disk that was to go on with another image is served anew"
-        );
-        match is_written {
-            true => Ok(Some(began.elapsed())),
-            false => Err(why.into()),
+        self.moves.is_switching.store(false, Ordering::SeqCst);
+        switched
+    }
+
+    /// Nothing is under way any more, and both images are equal.
+    fn stand<'a>(
+        &self,
+        going: &Going<'_>,
+        mirror: &'a Mirror,
+        bound: &Bound<'_>,
+    ) -> Result<(Standing<'a>, Instant), String> {
+        let began = Instant::now();
+        let standing = mirror.disk.stand_still(STAND_WAIT);
+        let standing = standing.map_err(|error| told(&going.spec, &error))?;
+        match bound.is_equal() && self.held().is_some() {
+            true => Ok((standing, began)),
+            false => Err("the second image has not kept up".to_owned()),
         }
     }
 
+    /// The disk goes on with the second image, which is written down.
+    fn change_image(&self, going: &Going<'_>, standing: Standing<'_>, image: &mut Option<Image>) {
+        let switched = match image.take() {
+            Some(image) => standing.switch(image).map_err(|error| error.to_string()),
+            None => Err("its second image is gone".to_owned()),
+        };
+        let Err(why) = switched else {
+            drop(standing);
+            reached("disk-move.switched");
+            return;
+        };
+        // It must take nothing more: it is served anew with what is written.
+        standing.end();
+        self.serve_anew(going.index, &why);
+    }
+
+    /// What is written says again that the first image is the disk; nothing was answered that one of them has not. Where that
+    /// cannot be written the disk is served anew, once what is written is certain.
+    fn go_back(
+        &self,
+        going: &Going<'_>,
+        before: &Before,
+        bound: Bound<'_>,
+    ) -> Result<Option<Duration>, ()> {
+        match self.write_back(going, before) {
+            Ok(()) => {
+                bound.release();
+                Ok(None)
+            }
+            Err(error) => {
+                self.serve_anew(going.index, &error.message);
+                Err(())
+            }
+        }
+    }
+
+    /// For the test that must find it.
+    fn switch_before_record(
+        &self,
+        going: &Going<'_>,
+        mirror: &Mirror,
+        image: &mut Option<Image>,
+    ) -> Result<Option<Duration>, Stopped> {
+        let (began, standing) = (Instant::now(), mirror.disk.stand_still(STAND_WAIT)?);
+        let image = image.take().ok_or("its second image is gone")?;
+        standing.switch(image)?;
+        drop(standing);
+        std::thread::sleep(STAND_WAIT);
+        reached("disk-move.switched");
+        self.write_switch(going)?;
+        Ok(Some(began.elapsed()))
+    }
+
     /// Whatever serves it ends, and what is written is served soon.
-    fn serve_anew(&self, index: usize) {
+    fn serve_anew(&self, index: usize, why: &str) {
+        tracing::error!(
+            index,
+            why,
+            "a disk that was to go on with another image is served anew"
+        );
         let slot = lock(&self.disks).get_mut(index).and_then(Option::take);
         // Not under the lock: its end is waited for.
         if let Some(disk) = slot {
@@ -172,5 +237,24 @@ impl Served {
             known.for_each(|known| what.know(known.clone()));
         });
         written.map_err(|error| error.message)
+    }
+
+    /// As it was before, for this disk.
+    fn write_back(&self, going: &Going<'_>, (before, known): &Before) -> Result<(), ApiError> {
+        let index = going.index;
+        self.change(|what| {
+            what.copying.clone_from(&before.copying);
+            what.left.clone_from(&before.left);
+            if let (Some(now), Some(before)) = (what.disks.get_mut(index), before.disks.get(index))
+            {
+                now.clone_from(before);
+            }
+            if let (Some(now), Some(before)) =
+                (what.images.get_mut(index), before.images.get(index))
+            {
+                *now = *before;
+            }
+            known.iter().for_each(|known| what.know(known.clone()));
+        })
     }
 }

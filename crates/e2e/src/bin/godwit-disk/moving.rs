@@ -4,8 +4,8 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
-use godwit_vhost::{Disk, Error};
+use godwit_blockio::{Access, Approach, Bound, Image, NOT_KEPT_UP, SecondImage, switch_over};
+use godwit_vhost::Disk;
 use serde_json::json;
 use std::fs::File;
 use std::path::Path;
@@ -60,12 +60,12 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     let switched = switch_over(
         &mirror.second,
         || mirror.wait_until_equal(),
-        || {
+        |bound| {
             say(&json!({"event": "switching"}));
-            mirror.switch(&mut image, to, record)
+            mirror.switch(bound, &mut image, (to, record))
         },
     );
-    let (took, _) = switched?.context(NOT_KEPT_UP)?;
+    let took = switched?.context(NOT_KEPT_UP)?;
     let switch_ms = took.as_secs_f64() * 1e3;
     say(&json!({"event": "moved", "switch_ms": switch_ms}));
     Ok(())
@@ -109,26 +109,20 @@ impl Mirror<'_> {
     /// Goes on with the second image if both are equal now; else nothing has changed.
     fn switch(
         &self,
+        mut bound: Bound<'_>,
         image: &mut Option<Image>,
-        to: &Path,
-        record: &Path,
+        (to, record): (&Path, &Path),
     ) -> Result<Option<Duration>> {
-        let began = Instant::now();
-        let standing = match self.disk.stand_still(STAND_WAIT) {
-            Err(Error::Busy { .. }) => return Ok(None),
-            standing => standing?,
-        };
-        let settled = self.second.settle(began + STAND_WAIT, STAND_WAIT, || ());
-        if settled?.is_none() {
+        if bound.sync_within(STAND_WAIT, || ())?.is_none() || !bound.is_equal() {
             return Ok(None);
         }
-        ensure!(
-            self.second.course().is_synchronised(),
-            "{} is not to be the disk any more",
-            to.display()
-        );
-        let image = image.take().context("its second image is gone")?;
+        bound.stay();
         godwit_store::save_json(record, &json!({"disk": to}))?;
+        bound.come_close();
+        let began = Instant::now();
+        let standing = self.disk.stand_still(STAND_WAIT)?;
+        ensure!(bound.is_equal(), "the second image has not kept up");
+        let image = image.take().context("its second image is gone")?;
         standing.switch(image)?;
         drop(standing);
         Ok(Some(began.elapsed()))

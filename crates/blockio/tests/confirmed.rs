@@ -1,0 +1,280 @@
+//! A destination that confirms what it has carried out: a guest is answered once both sides have its write, and from when both are
+//! equal a flush, too; nobody waits for one that is silent, unless it is bound.
+
+mod common;
+
+use common::{request_of, volume, write_of};
+use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
+use godwit_blockio::{
+    Access, Arriving, Data, Engine, Image, Outcome, SecondImage, Stack, Work, switch_over,
+};
+use std::ops::Range;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const BYTES: u64 = 4 << 20;
+const LONG: Duration = Duration::from_secs(60);
+
+/// What the destination has been given of the guest's: the test carries it out.
+#[derive(Default)]
+struct Given {
+    writes: Vec<(u64, Range<u64>, Change)>,
+    flushes: Vec<u64>,
+    ended: Vec<u64>,
+}
+
+struct ByHand {
+    given: Arc<Mutex<Given>>,
+    to: Arc<Arriving>,
+    count: u64,
+    bell: OwnedFd,
+}
+
+impl Outlet for ByHand {
+    fn is_silent(&mut self) -> bool {
+        false
+    }
+
+    fn takes(&mut self, _origin: Origin) -> bool {
+        true
+    }
+
+    /// What is copied is there at once.
+    fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
+        assert_eq!(origin, Origin::Copy);
+        self.count += 1;
+        apply(&self.to, self.count, &range, &change);
+    }
+
+    fn confirms(&self) -> bool {
+        true
+    }
+
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
+        let mut given = self.given.lock().unwrap();
+        given.writes.push((number, range, change));
+    }
+
+    fn flush(&mut self, number: u64) {
+        self.given.lock().unwrap().flushes.push(number);
+    }
+
+    fn take_ended(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.given.lock().unwrap().ended)
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.bell.as_fd())
+    }
+}
+
+fn apply(to: &Arriving, number: u64, range: &Range<u64>, change: &Change) {
+    let len = (range.end - range.start) as usize;
+    let bytes = match change {
+        Change::Written(buffer, at) => Some(&buffer.bytes()[*at..*at + len]),
+        Change::Zeroed => None,
+    };
+    to.apply(number, number, range, bytes).unwrap();
+}
+
+/// A disk of which both sides are equal.
+struct Site {
+    stack: Stack<Engine>,
+    course: Course,
+    given: Arc<Mutex<Given>>,
+    bell: OwnedFd,
+    _volumes: [common::Volume; 2],
+}
+
+impl Site {
+    fn equal() -> Self {
+        let (from, to) = (volume(BYTES), volume(BYTES));
+        let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+        let (given, course) = (Arc::<Mutex<Given>>::default(), Course::default());
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let bell = rustix::event::eventfd(0, flags).unwrap();
+        let outlet = ByHand {
+            given: Arc::clone(&given),
+            to: Arc::new(Arriving::of(&open(&to.path)).unwrap()),
+            count: 0,
+            bell: bell.try_clone().unwrap(),
+        };
+        let mirroring = Mirroring::new(BYTES, Box::new(outlet), &course);
+        let engine = Engine::new(open(&from.path)).unwrap();
+        let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+        course.begin(std::iter::once(0..BYTES));
+        while !course.is_synchronised() {
+            stack.turn(None, &mut Vec::new()).unwrap();
+        }
+        Self {
+            stack,
+            course,
+            given,
+            bell,
+            _volumes: [from, to],
+        }
+    }
+
+    /// What is finished within some turns: whatever the source does has long ended then.
+    fn finished(&mut self) -> Vec<u64> {
+        let mut finished = Vec::new();
+        let until = Instant::now() + Duration::from_millis(60);
+        while Instant::now() < until {
+            self.stack.turn(Some(until), &mut Vec::new()).unwrap();
+            while let Some((request, outcome)) = self.stack.finished() {
+                assert_eq!(outcome, Outcome::Done);
+                finished.push(request.token);
+            }
+        }
+        finished
+    }
+
+    /// The destination has carried out all that it was given, and says so.
+    fn confirm(&self) -> usize {
+        let mut given = self.given.lock().unwrap();
+        let writes = std::mem::take(&mut given.writes);
+        let flushes = std::mem::take(&mut given.flushes);
+        let numbers = writes.iter().map(|write| write.0).chain(flushes);
+        let numbers: Vec<u64> = numbers.collect();
+        given.ended.extend(&numbers);
+        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+        numbers.len()
+    }
+}
+
+#[test]
+fn a_write_is_answered_once_the_destination_has_it_too() {
+    let mut site = Site::equal();
+    site.stack.submit(write_of(0, 4096, 7, 1), Instant::now());
+    assert_eq!(site.finished(), [0; 0]);
+    assert_eq!(site.confirm(), 1);
+    assert_eq!(site.finished(), [1]);
+}
+
+#[test]
+fn a_flush_of_equal_sides_is_answered_once_both_have_done_it_and_so_is_a_durable_write() {
+    let mut site = Site::equal();
+    site.stack
+        .submit(request_of(Work::Flush, Data::None, 1), Instant::now());
+    assert_eq!(site.finished(), [0; 0]);
+    assert_eq!(site.given.lock().unwrap().flushes.len(), 1);
+    assert_eq!(site.confirm(), 1);
+    assert_eq!(site.finished(), [1]);
+    // A driver without flushes: the write, and then that it is durable.
+    let mut durable = write_of(4096, 4096, 9, 2);
+    durable.durable = true;
+    site.stack.submit(durable, Instant::now());
+    assert_eq!(site.finished(), [0; 0]);
+    assert_eq!(site.confirm(), 1);
+    assert_eq!(site.finished(), [0; 0]);
+    assert_eq!(site.given.lock().unwrap().flushes.len(), 1);
+    assert_eq!(site.confirm(), 1);
+    assert_eq!(site.finished(), [2]);
+}
+
+#[test]
+fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_equal_then() {
+    let mut site = Site::equal();
+    let began = Instant::now();
+    site.stack.submit(write_of(0, 4096, 7, 1), began);
+    site.stack
+        .submit(request_of(Work::Flush, Data::None, 2), began);
+    let mut finished = Vec::new();
+    while finished.len() < 2 {
+        assert!(began.elapsed() < LONG, "only {finished:?} came");
+        finished.extend(site.finished());
+    }
+    assert!(began.elapsed() >= Duration::from_millis(500));
+    assert!(!site.course.is_synchronised());
+    // What it says later of these is of no use.
+    site.confirm();
+    assert_eq!(site.finished(), [0; 0]);
+}
+
+/// Two images of one host, and a guest that writes all the while.
+#[test]
+fn a_bound_image_has_all_that_is_answered_and_is_as_durable_as_the_first() {
+    let (from, to) = (volume(BYTES), volume(BYTES));
+    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+    let course = Course::default();
+    let second = SecondImage::of(&open(&to.path), None, &course).unwrap();
+    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+    let engine = Engine::new(open(&from.path)).unwrap();
+    let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+    course.begin(None);
+    std::thread::scope(|scope| {
+        let mover = scope.spawn(|| {
+            let bound = switch_over(
+                &second,
+                || Ok::<(), String>(()),
+                |bound| {
+                    let synced = bound.sync_within(LONG, || ()).unwrap();
+                    Ok((synced.is_some() && bound.is_equal()).then(|| {
+                        let mut bound = bound;
+                        bound.stay();
+                    }))
+                },
+            );
+            bound.unwrap().expect("it is bound");
+        });
+        let (mut token, mut since) = (0, 0);
+        // Some more once it is bound.
+        while since < 200 {
+            token += 1;
+            let start = token * 7919 % (BYTES / 4096) * 4096;
+            stack.submit(write_of(start, 4096, token as u8, token), Instant::now());
+            while stack.under_way() > 0 {
+                stack.turn(None, &mut Vec::new()).unwrap();
+                while let Some((_, outcome)) = stack.finished() {
+                    assert_eq!(outcome, Outcome::Done);
+                }
+            }
+            if mover.is_finished() {
+                since += 1;
+                // Answered is on both.
+                let file = std::fs::File::open(&to.path).unwrap();
+                let mut block = [0; 4096];
+                std::os::unix::fs::FileExt::read_exact_at(&file, &mut block, start).unwrap();
+                assert_eq!(block, [token as u8; 4096]);
+            }
+        }
+    });
+    assert_eq!(common::read_all(&from), common::read_all(&to));
+}
+
+/// A failed destination must not be left out: it may be written down as the disk.
+#[test]
+fn a_bound_image_that_fails_is_waited_for_until_it_is_released() {
+    let mut site = Site::equal();
+    let second_image = volume(BYTES);
+    let image = Image::open(&second_image.path, Access::ReadWrite, 512).unwrap();
+    // Steers the same course.
+    let second = SecondImage::of(&image, None, &site.course).unwrap();
+    let (send, bound) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let switched: Result<Option<()>, String> = switch_over(
+                &second,
+                || Ok(()),
+                |mut bound| {
+                    bound.stay();
+                    send.send(()).unwrap();
+                    Ok(Some(()))
+                },
+            );
+            assert_eq!(switched, Ok(Some(())));
+        });
+        while bound.try_recv().is_err() {
+            assert_eq!(site.finished(), [0; 0]);
+        }
+        site.stack.submit(write_of(0, 4096, 7, 1), Instant::now());
+        site.course.fail("its storage is gone".to_owned());
+        // Longer than anybody waits for one that is not bound.
+        for _ in 0..15 {
+            assert_eq!(site.finished(), [0; 0]);
+        }
+        site.confirm();
+        assert_eq!(site.finished(), [1]);
+    });
+}
