@@ -7,12 +7,11 @@
 //! (QEMU's own user), `KILL` (QEMU of another user), `NET_ADMIN` (taps and bridges, large socket buffers), `NET_RAW`
 //! (probe and announcement frames), `SYS_ADMIN` (mounting the RAM tmpfs), `SYS_PTRACE` (page map and descriptors of
 //! QEMU), `SYS_NICE` (huge pages put back by process_madvise, page threads no longer nice), `SYS_RESOURCE` (limits of
-//! QEMU), `IPC_LOCK` (locked memory), `SETPCAP` (giving up more).
+//! QEMU), `IPC_LOCK` (for VM processes, whose disks' rings else count as locked memory of root), `SETPCAP` (giving up more).
 
 pub use privileges::keep_memory_private;
 
 use godwit_qemu::privileges::{self, CapabilitySet};
-use rustix::process::{Resource, Rlimit, setrlimit};
 
 fn kept() -> CapabilitySet {
     CapabilitySet::CHOWN
@@ -36,31 +35,28 @@ fn kept() -> CapabilitySet {
 pub fn harden() -> std::io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     keep_memory_private()?;
-    lock_as_much_as_disks_need();
     privileges::keep_only(kept())
-}
-
-/// The rings of io_uring count as locked memory of new kernels (seen on Linux 6.18), those of all VM processes together: the usual limit of 8 MiB is used up
-/// by some fifteen disks. Where it cannot be raised, a disk that is too many says so.
-fn lock_as_much_as_disks_need() {
-    let all = Rlimit {
-        current: None,
-        maximum: None,
-    };
-    let _ = setrlimit(Resource::Memlock, all);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::process::DumpableBehavior;
+    use rustix::process::{DumpableBehavior, Resource};
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn the_package_s_unit_lets_it_have_what_it_keeps_and_nothing_else() {
+        let unit = include_str!("../../../packaging/godwit-agent.service");
+        let bounding = unit
+            .lines()
+            .find_map(|line| line.strip_prefix("CapabilityBoundingSet="))
+            .expect("a bounding set");
+        let granted: BTreeSet<String> = bounding.split_whitespace().map(str::to_owned).collect();
+        let names = kept().iter_names().map(|(name, _)| format!("CAP_{name}"));
+        assert_eq!(granted, names.collect());
+    }
 
     const CHILD: &str = "GODWIT_TEST_KEEPS_MEMORY";
-
-    fn may_raise_limits() -> bool {
-        let has = rustix::thread::capabilities(None).expect("asked").effective;
-        has.contains(CapabilitySet::SYS_RESOURCE)
-    }
 
     /// In a process of its own, since none of it can be taken back.
     #[test]
@@ -71,10 +67,6 @@ mod tests {
             assert_eq!(dumpable, DumpableBehavior::NotDumpable);
             let core = rustix::process::getrlimit(Resource::Core);
             assert_eq!((core.current, core.maximum), (Some(0), Some(0)));
-            if may_raise_limits() {
-                let locked = rustix::process::getrlimit(Resource::Memlock);
-                assert_eq!((locked.current, locked.maximum), (None, None));
-            }
             return;
         }
         let mut child = std::process::Command::new(std::env::current_exe().expect("this program"));
@@ -84,8 +76,5 @@ mod tests {
         ]);
         let ended = child.env(CHILD, "1").output().expect("run");
         assert!(ended.status.success(), "{ended:?}");
-        if !may_raise_limits() {
-            println!("skipped: a limit of locked memory is raised with CAP_SYS_RESOURCE alone");
-        }
     }
 }
