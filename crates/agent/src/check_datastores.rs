@@ -1,12 +1,12 @@
 //! The part of `host check` that looks at datastores: whether each is there, can be written by QEMU's users, and has room.
 //!
-//! Makes a file that never has a name, and keeps nothing. Owns the list of those whose storage hangs, so that one thread at most
-//! waits for each. Refuses: to wait for storage for longer than [`PATIENCE`].
+//! Makes a file that never has a name, and keeps nothing. Owns nothing. Refuses: to wait for storage for longer than [`PATIENCE`].
 
 use crate::check::{failed, note, ok, warning};
 use crate::config::HostConfig;
 use crate::datastore_rooms::said;
 use crate::datastores::remount;
+use crate::looking;
 use crate::users::{self, User};
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::disk_place::can_make_image;
@@ -15,20 +15,15 @@ use godwit_types::datastore::{Datastore, DatastoreRoom};
 use godwit_types::host::Check;
 use godwit_types::vm::UIDS;
 use rustix::fs::{StatVfsMountFlags, statvfs};
-use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::mpsc::channel;
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
 
 const NAME: &str = "datastore";
 /// Longest wait for a datastore's storage.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Free room, percent, below which it is time to do something.
 const FREE_GOOD_PERCENT: u64 = 5;
-/// What somebody looks at now.
-static LOOKED_AT: (Mutex<BTreeSet<String>>, Condvar) =
-    (Mutex::new(BTreeSet::new()), Condvar::new());
 
 /// A line for each datastore.
 pub(crate) fn check(config: &HostConfig) -> Vec<Check> {
@@ -40,24 +35,16 @@ pub(crate) fn check(config: &HostConfig) -> Vec<Check> {
 }
 
 fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Duration) -> Check {
-    let (sender, receiver) = channel();
-    let (named, path) = (name.clone(), store.path.clone());
-    if begin(&path, patience) {
-        let work = move || {
-            let found = look(&named, &path, user);
-            end(&path);
-            // Nobody waits for one that came too late.
-            let _ = sender.send(found);
-        };
-        let thread = std::thread::Builder::new().name("datastore".into());
-        if thread.spawn(work).is_err() {
-            end(&store.path);
-        }
-    } else {
-        drop(sender);
-    }
-    receiver.recv_timeout(patience).unwrap_or_else(|_| {
-        failed(
+    let (named, path, until) = (name.clone(), store.path.clone(), Instant::now() + patience);
+    let looked = looking::look(&store.path, patience, move || look(&named, &path, user));
+    let found = match looked {
+        Ok(Some(found)) => found.recv_timeout(until.saturating_duration_since(Instant::now())),
+        Ok(None) => Err(RecvTimeoutError::Timeout),
+        Err(_) => Err(RecvTimeoutError::Disconnected),
+    };
+    match found {
+        Ok(found) => found,
+        Err(RecvTimeoutError::Timeout) => failed(
             NAME,
             format!(
                 "{name}: its storage does not answer within {} s: {}",
@@ -65,24 +52,16 @@ fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Durati
                 store.path
             ),
             "see whether the storage behind it is reached: disks there stand still meanwhile",
-        )
-    })
-}
-
-/// Waits until nobody else looks there; returns whether that came.
-fn begin(path: &str, patience: Duration) -> bool {
-    let (all, ended) = &LOOKED_AT;
-    let all = all.lock().unwrap_or_else(PoisonError::into_inner);
-    let waited = ended.wait_timeout_while(all, patience, |all| all.contains(path));
-    let (mut all, _) = waited.unwrap_or_else(PoisonError::into_inner);
-    all.insert(path.to_owned())
-}
-
-fn end(path: &str) {
-    let (all, ended) = &LOOKED_AT;
-    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
-    all.remove(path);
-    ended.notify_all();
+        ),
+        Err(RecvTimeoutError::Disconnected) => failed(
+            NAME,
+            format!(
+                "{name}: {} could not be looked at: Godwit's own thread for it has failed",
+                store.path
+            ),
+            "see what 'journalctl -u godwit-agent' says, and check again",
+        ),
+    }
 }
 
 fn look(name: &DatastoreName, path: &str, user: User) -> Check {
@@ -184,6 +163,7 @@ fn judge_room(name: &DatastoreName, path: &str, room: DatastoreRoom) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::looking::Looking;
     use godwit_types::host::CheckStatus;
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;
@@ -253,12 +233,12 @@ mod tests {
     #[test]
     fn one_whose_storage_hangs_is_told_and_waited_for_by_one_thread() {
         let path = "/a/datastore/that/somebody/looks/at";
-        assert!(begin(path, PATIENCE));
+        let looking = Looking::begin(path, PATIENCE).unwrap();
         let store = Datastore::new(path, false);
         let found = in_time(&name(), &store, users::NOBODY, Duration::from_millis(10));
         assert_eq!(found.status, CheckStatus::Failed);
         assert!(found.found.contains("does not answer"), "{}", found.found);
-        end(path);
+        drop(looking);
         assert!(looked(path).found.contains("is not there"));
     }
 }

@@ -1,8 +1,8 @@
 //! How much room each datastore of this host has, looked at beside whoever asks.
 //!
-//! Owns what was found last. A look lasts as long as its storage hangs: each datastore has one thread at most that looks, and
-//! what was found long ago is told no more. Refuses: to have anybody wait for storage.
+//! Owns what was found last; what was found long ago is told no more. Refuses: to have anybody wait for storage.
 
+use crate::looking::look;
 use godwit_qemu::disk_place::room_of;
 use godwit_types::DatastoreName;
 use godwit_types::datastore::{Datastore, DatastoreRoom, Datastores};
@@ -19,14 +19,10 @@ const TOLD_FOR: Duration = Duration::from_secs(60);
 
 /// The rooms of all datastores.
 #[derive(Debug, Default)]
-pub(crate) struct Rooms(Arc<Mutex<BTreeMap<DatastoreName, Seen>>>);
+pub(crate) struct Rooms(Arc<Mutex<Seen>>);
 
-#[derive(Debug, Default)]
-struct Seen {
-    /// When it was looked at last, and what was found.
-    found: Option<(Instant, Option<DatastoreRoom>)>,
-    is_looked_at: bool,
-}
+/// When each was looked at last, and what was found.
+type Seen = BTreeMap<DatastoreName, (Instant, Option<DatastoreRoom>)>;
 
 impl Rooms {
     /// The datastores with the room of each, as far as it is known. Begins another look, whose result the next one who asks gets.
@@ -42,35 +38,22 @@ impl Rooms {
     }
 
     fn room(&self, name: &DatastoreName, store: &Datastore) -> Option<DatastoreRoom> {
-        let mut all = lock(&self.0);
-        let seen = all.entry(name.clone()).or_default();
-        let is_due = seen.found.is_none_or(|(at, _)| at.elapsed() >= LOOK_EACH);
-        if is_due && !seen.is_looked_at {
-            seen.is_looked_at = self.look(name, store);
-        }
-        let (at, room) = seen.found?;
-        room.filter(|_| at.elapsed() < TOLD_FOR)
-    }
-
-    /// Begins to look; returns whether somebody looks now.
-    fn look(&self, name: &DatastoreName, store: &Datastore) -> bool {
-        let (all, name, path) = (Arc::clone(&self.0), name.clone(), store.path.clone());
-        let work = move || {
-            let room = statvfs(Path::new(&path)).ok().map(|found| said(&found));
-            let seen = Seen {
-                found: Some((Instant::now(), room)),
-                is_looked_at: false,
+        let seen = lock(&self.0).get(name).copied();
+        if seen.is_none_or(|(at, _)| at.elapsed() >= LOOK_EACH) {
+            let (all, name, path) = (Arc::clone(&self.0), name.clone(), store.path.clone());
+            let work = move || {
+                let room = statvfs(Path::new(&path)).ok().map(|found| said(&found));
+                lock(&all).insert(name, (Instant::now(), room));
             };
-            lock(&all).insert(name, seen);
-        };
-        let thread = std::thread::Builder::new().name("datastore".into());
-        thread.spawn(work).is_ok()
+            // Where nobody can look now, the next one who asks begins it.
+            let _ = look(&store.path, Duration::ZERO, work);
+        }
+        let (at, room) = seen?;
+        room.filter(|_| at.elapsed() < TOLD_FOR)
     }
 }
 
-fn lock(
-    all: &Mutex<BTreeMap<DatastoreName, Seen>>,
-) -> MutexGuard<'_, BTreeMap<DatastoreName, Seen>> {
+fn lock(all: &Mutex<Seen>) -> MutexGuard<'_, Seen> {
     all.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -85,6 +68,7 @@ pub(crate) fn said(found: &StatVfs) -> DatastoreRoom {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::looking::Looking;
 
     #[test]
     fn a_datastore_is_told_with_its_room_and_one_that_is_gone_without() {
@@ -97,7 +81,7 @@ mod tests {
         ]);
         let rooms = Rooms::default();
         assert_eq!(rooms.of(&stores), stores, "nobody waits for the first look");
-        let looked = || lock(&rooms.0).values().all(|seen| seen.found.is_some());
+        let looked = || lock(&rooms.0).len() == stores.len();
         let until = Instant::now() + Duration::from_secs(60);
         while !looked() {
             assert!(Instant::now() < until, "nobody looks");
@@ -112,10 +96,8 @@ mod tests {
 
     #[test]
     fn a_datastore_that_hangs_is_looked_at_once_and_not_told_of() {
-        let stores = Datastores::from([(
-            DatastoreName::new("hangs").unwrap(),
-            Datastore::new("/", false),
-        )]);
+        let (name, path) = (DatastoreName::new("hangs").unwrap(), "/a/store/that/hangs");
+        let stores = Datastores::from([(name.clone(), Datastore::new(path, false))]);
         let rooms = Rooms::default();
         let Some(long_ago) = Instant::now().checked_sub(2 * TOLD_FOR) else {
             println!("skipped: this machine was started just now");
@@ -125,14 +107,10 @@ mod tests {
             free_mib: 1,
             total_mib: 2,
         };
-        let hangs = Seen {
-            found: Some((long_ago, Some(room))),
-            is_looked_at: true,
-        };
-        let name = stores.keys().next().unwrap();
-        lock(&rooms.0).insert(name.clone(), hangs);
+        let _hangs = Looking::begin(path, Duration::ZERO).unwrap();
+        lock(&rooms.0).insert(name.clone(), (long_ago, Some(room)));
         assert_eq!(rooms.of(&stores), stores);
-        let still = lock(&rooms.0)[name].found;
-        assert_eq!(still, Some((long_ago, Some(room))), "nobody else looked");
+        let still = lock(&rooms.0)[&name];
+        assert_eq!(still, (long_ago, Some(room)), "nobody else looked");
     }
 }

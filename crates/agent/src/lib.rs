@@ -35,6 +35,7 @@ mod life;
 mod link;
 mod link_ways;
 mod load;
+mod looking;
 mod making;
 mod manager;
 mod measure;

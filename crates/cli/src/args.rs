@@ -348,15 +348,17 @@ pub enum MigrationCommand {
     #[command(after_help = "Example:\n  godwit migration list")]
     List,
     /// Show one migration's report; works on either host, also without the controller
-    #[command(after_help = "Example:\n  godwit migration show ID --json")]
+    #[command(
+        after_help = "Examples:\n  godwit migration show ID --json\n  godwit migration show web"
+    )]
     Show {
-        /// The migration
+        /// The migration, or the VM that it moves
         id: MigrationId,
     },
     /// Watch a migration until it ends
-    #[command(after_help = "Example:\n  godwit migration watch ID")]
+    #[command(after_help = "Examples:\n  godwit migration watch ID\n  godwit migration watch web")]
     Watch {
-        /// The migration
+        /// The migration, or the VM that it moves
         id: MigrationId,
     },
     /// Cancel a migration; the guest stays at the source

@@ -487,3 +487,57 @@ fn the_shell_completes_names_that_the_controller_knows() {
     });
     assert_eq!(offered(&["vm", "migrate", "we"], &socket).trim(), "web");
 }
+
+#[test]
+fn a_start_tells_of_a_disk_that_is_made_from_an_image_first() {
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("controller.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    std::thread::spawn(move || {
+        let mut starts = 0;
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut heard = BufReader::new(stream.try_clone().unwrap());
+            let head: Vec<String> = heard
+                .by_ref()
+                .lines()
+                .map_while(Result::ok)
+                .take_while(|line| !line.is_empty())
+                .collect();
+            let Some(asked) = head.first() else {
+                continue;
+            };
+            let long = |line: &String| {
+                line.to_lowercase()
+                    .strip_prefix("content-length: ")?
+                    .parse::<u64>()
+                    .ok()
+            };
+            let len = head.iter().find_map(long).unwrap_or(0);
+            heard.take(len).read_to_end(&mut Vec::new()).unwrap();
+            let body = match asked.split(' ').nth(1).unwrap() {
+                "/v1/vms/web/start" if starts == 0 => {
+                    starts += 1;
+                    r#"{"message": "", "making": {"disk": "root", "done_bytes": 1073741824, "total_bytes": 4294967296}}"#
+                }
+                "/v1/vms/web/start" => r#"{"message": "VM web runs"}"#,
+                _ => "{}",
+            };
+            let len = body.len();
+            let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close";
+            let answer = format!("{head}\r\ncontent-length: {len}\r\n\r\n{body}");
+            stream.write_all(answer.as_bytes()).unwrap();
+        }
+    });
+    let controller = socket.to_str().unwrap();
+    let output = godwit(&["vm", "start", "web", "--controller", controller]);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{told}");
+    assert!(
+        told.contains("disk root is being made, 1024.0 MiB of 4096.0 MiB"),
+        "{told}"
+    );
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("VM web runs"), "{said}");
+}

@@ -26,14 +26,15 @@ fn serial(stack: &Stack, host: &str) -> Result<String> {
 
 /// Waits until both hosts have renewed their certificates so often from now on.
 fn wait_renewals(stack: &Stack, times: usize) -> Result<()> {
-    for host in ["a", "b"] {
-        let seen = std::cell::RefCell::new(BTreeSet::from([serial(stack, host)?]));
-        stack.until("the host's certificate is renewed", RENEWALS, || {
-            seen.borrow_mut().insert(serial(stack, host)?);
-            Ok(seen.borrow().len() > times)
-        })?;
-    }
-    Ok(())
+    let now = || -> Result<[String; 2]> { Ok([serial(stack, "a")?, serial(stack, "b")?]) };
+    let seen = std::cell::RefCell::new(now()?.map(|first| BTreeSet::from([first])));
+    stack.until("the hosts' certificates are renewed", RENEWALS, || {
+        let mut seen = seen.borrow_mut();
+        for (seen, serial) in seen.iter_mut().zip(now()?) {
+            seen.insert(serial);
+        }
+        Ok(seen.iter().all(|seen| seen.len() > times))
+    })
 }
 
 /// A starved machine may come near a certificate's end for a moment.

@@ -69,6 +69,59 @@ fn words(done: u64, total: u64, eta_s: Option<u64>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use indicatif::TermLike;
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    /// A terminal that keeps what is written to it.
+    #[derive(Debug, Clone, Default)]
+    struct Screen(Arc<Mutex<String>>);
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            100
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.0.lock().unwrap().push_str(text);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_disk_that_is_made_from_an_image_has_a_bar_on_a_terminal() {
+        let (mut shown, screen) = (
+            DiskBar::new("is being made", &Output::new(false)),
+            Screen::default(),
+        );
+        let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
+        shown.bar.set_draw_target(target);
+        shown.show("root", 1 << 30, 4 << 30, None);
+        let drawn = screen.0.lock().unwrap().clone();
+        for part in [" root [===", "=>", "  ] 1024.0 MiB of 4096.0 MiB"] {
+            assert!(drawn.contains(part), "{part:?}: {drawn}");
+        }
+    }
 
     #[test]
     fn a_disk_of_nothing_is_done() {
