@@ -85,6 +85,8 @@ pub enum Plant {
     SilenceForgotten,
     /// A copy that was begun before the destination fell silent counts when it ends.
     OldCopyCounts,
+    /// The regions of a write to both sides that failed at the source are not copied again.
+    FailureForgotten,
 }
 
 /// How far it is.
@@ -352,7 +354,7 @@ impl Mirror {
             write: id,
             done: write.done,
         });
-        if write.mirrored && !write.done {
+        if write.mirrored && !write.done && !planted!(self, FailureForgotten) {
             self.touch(&write.range);
         }
     }

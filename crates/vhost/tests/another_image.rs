@@ -2,72 +2,14 @@
 
 mod common;
 
-use common::{Gate, LONG, Site, out, places, wait_until, without_room};
-use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Image, SecondImage};
-use godwit_vhost::{Disk, Error, Standing};
+use common::{Gate, LONG, Mirrored, Site, out, places, until, wait_until, without_room};
+use godwit_blockio::{Access, Image};
+use godwit_vhost::Error;
 use rustix::io::Errno;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-
-/// A disk that is mirrored to a second image.
-struct Mirrored {
-    course: Course,
-    second: SecondImage,
-    image: Image,
-    path: PathBuf,
-}
-
-impl Mirrored {
-    fn begin(site: &Site, disk: &Disk, bytes: u64) -> Self {
-        let path = site.image.with_extension("second");
-        let file = std::fs::File::create(&path).unwrap();
-        file.set_len(bytes).unwrap();
-        let mut image = Image::open(&path, Access::ReadWrite, 512).unwrap();
-        image.lock("root", LONG).unwrap();
-        let course = Course::default();
-        let second = SecondImage::of(&image, None, &course).unwrap();
-        let filter = Mirroring::new(bytes, second.outlet().unwrap(), &course);
-        disk.put_lowest(Box::new(filter), LONG).unwrap();
-        course.begin(None);
-        Self {
-            course,
-            second,
-            image,
-            path,
-        }
-    }
-
-    fn is_equal(&self) -> bool {
-        self.second.under_way_bytes() == 0 && self.course.is_synchronised()
-    }
-
-    /// The disk, standing still with both images equal. Storage may lose some of what is under way, which a disk that stands still does not copy again.
-    fn stand_equal<'a>(&self, disk: &'a Disk) -> Standing<'a> {
-        let deadline = Instant::now() + LONG;
-        loop {
-            let standing = disk.stand_still(LONG).unwrap();
-            until(|| self.second.under_way_bytes() == 0);
-            if self.is_equal() {
-                self.second.sync().unwrap();
-                return standing;
-            }
-            drop(standing);
-            assert!(Instant::now() < deadline, "they are never equal");
-        }
-    }
-}
-
-fn until(is_so: impl Fn() -> bool) {
-    let deadline = Instant::now() + LONG;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "it never came");
-        std::thread::yield_now();
-    }
-}
 
 #[test]
 fn a_guest_that_writes_all_the_while_finds_everything_on_the_image_that_its_disk_goes_on_with() {

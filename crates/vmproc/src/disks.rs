@@ -11,6 +11,8 @@ mod claim;
 mod entry;
 mod format;
 mod former;
+#[cfg(test)]
+mod hardware_tests;
 mod history;
 mod images;
 mod in_place;
@@ -18,6 +20,7 @@ mod keeping;
 mod kept;
 mod left;
 mod moving;
+mod note;
 mod resize;
 mod room;
 mod served;
@@ -178,28 +181,6 @@ impl Disks {
         self.0.what().disks.is_empty()
     }
 
-    /// What a person is to know of them: those that are full, or not served.
-    pub(crate) fn note(&self) -> Option<String> {
-        if let Some(moves) = self.moves_note() {
-            return Some(moves);
-        }
-        let (what, disks) = (self.0.what(), lock(&self.0.disks));
-        let mut all = disks.iter().zip(&what.disks);
-        all.find_map(|(disk, spec)| {
-            let name = &spec.name;
-            match disk.as_deref().map(Disk::glance) {
-                Some(Ok(status)) if status.full_for.is_some() => Some(format!(
-                    "disk-full: writes to disk '{name}' wait, since {} has no room left: make room there, and they go on by themselves",
-                    spec.path
-                )),
-                Some(Ok(_)) => None,
-                _ => Some(format!(
-                    "disk '{name}' is not served, and the guest waits for it: see the log of its VM process"
-                )),
-            }
-        })
-    }
-
     /// As QEMU's command line has them.
     pub(crate) fn back_ends(&self) -> Vec<BackEnd> {
         let what = self.0.what();
@@ -241,8 +222,11 @@ impl Disks {
                 ));
             };
             let status = disk.status().map_err(|error| told(spec, &error))?;
+            if status.running > 0 {
+                return Err(format!("QEMU has not got all queues of disk '{name}' back"));
+            }
             let unanswered = status.unanswered.max(status.under_way);
-            if status.running > 0 || unanswered > 0 {
+            if unanswered > 0 {
                 return Err(format!(
                     "disk '{name}' has {unanswered} requests unanswered"
                 ));
@@ -367,6 +351,7 @@ impl Disks {
         if self.is_empty() || !served.is_time() {
             return false;
         }
+        self.watch_storage(Instant::now());
         for index in served.missing() {
             served.try_in_thread(index, Duration::ZERO, None);
         }
@@ -410,3 +395,7 @@ fn life(disk: &Disk) -> Option<u16> {
     let status = disk.status().ok()?;
     status.is_settled().then_some(status.life)
 }
+
+#[cfg(test)]
+#[path = "disks_tests.rs"]
+mod tests;

@@ -37,7 +37,7 @@ pub(super) struct Shared {
 const FREE: u8 = 0;
 /// Not from the next moment on in which both sides are equal,
 const WANTED: u8 = 1;
-/// and not now.
+/// and not before it is released.
 const BOUND: u8 = 2;
 
 /// Bytes that a guest wrote to a disk that is copied.

@@ -12,7 +12,7 @@
 pub mod course;
 pub mod front_end;
 pub mod log;
-mod ring;
+pub mod ring;
 mod run;
 
 pub use run::{Ended, Load, Order, Place, Running};

@@ -16,6 +16,10 @@ impl Gate {
         self.0.store(open, Ordering::SeqCst);
     }
 
+    pub fn is_open(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
     pub fn filters(&self) -> Vec<Box<dyn Filter>> {
         let gate = self.clone();
         let (held, next) = (Vec::new(), None);
@@ -41,7 +45,7 @@ impl Filter for Held {
     }
 
     fn wake(&mut self, flow: &mut Flow<'_>) {
-        if self.gate.0.load(Ordering::SeqCst) {
+        if self.gate.is_open() {
             self.held.drain(..).for_each(|request| flow.down(request));
         }
         let later = flow.now() + Duration::from_millis(1);

@@ -23,6 +23,8 @@ pub(super) struct Gauge {
     limits: Arc<SharedLimits>,
     waits_for_room: bool,
     seen: Mutex<Seen>,
+    /// Since when it has waited for storage, and what was done then: nothing came of it since.
+    waits: Mutex<Option<(Instant, u64)>>,
 }
 
 /// What was counted when somebody asked last, and the rates that came of it.
@@ -46,6 +48,7 @@ impl Gauge {
                 writes: DiskWork::default(),
                 rate: DiskRate::default(),
             }),
+            waits: Mutex::default(),
         };
         gauge.limit(disk.limits);
         gauge
@@ -56,6 +59,35 @@ impl Gauge {
         let statistics = Statistics::going_on(Arc::clone(&self.counts), self.waits_for_room);
         let throttle = Throttle::from(Arc::clone(&self.limits));
         vec![Box::new(statistics), Box::new(throttle)]
+    }
+
+    /// Requests of its guest that have ended.
+    pub(super) fn done(&self) -> u64 {
+        let counts = &self.counts;
+        let all = [
+            &counts.reads,
+            &counts.writes,
+            &counts.flushes,
+            &counts.erasures,
+        ];
+        all.map(|count| count.requests.load(Ordering::Relaxed))
+            .iter()
+            .sum()
+    }
+
+    /// Notes that it waits for storage, after so much was done; nothing: it does not.
+    pub(super) fn watch(&self, waits: Option<u64>, now: Instant) {
+        let mut since = lock(&self.waits);
+        let before = since.take();
+        *since = waits.map(|done| match before {
+            Some((at, before)) if before == done => (at, done),
+            _ => (now, done),
+        });
+    }
+
+    /// Since when nothing has come of what it waits for.
+    pub(super) fn waits_since(&self) -> Option<Instant> {
+        lock(&self.waits).map(|(since, _)| since)
     }
 
     fn limit(&self, limits: DiskLimits) {

@@ -380,6 +380,12 @@ impl Served {
         }
     }
 
+    /// Whether a thread is about to serve it.
+    pub(super) fn is_tried(&self, index: usize) -> bool {
+        let is_tried = self.is_tried.get(index);
+        is_tried.is_some_and(|is_tried| is_tried.load(Ordering::SeqCst))
+    }
+
     /// Whether a thread of this process may be in the hands of storage.
     pub(super) fn waits_for_storage(&self) -> bool {
         let mut tried = self.is_tried.iter();
@@ -477,7 +483,7 @@ impl Served {
         refused(&self.config, spec, error)
     }
 
-    fn geometry(&self, (spec, queues): (&DiskSpec, u16), image: &Image) -> Geometry {
+    pub(super) fn geometry(&self, (spec, queues): (&DiskSpec, u16), image: &Image) -> Geometry {
         Geometry {
             bytes: image.bytes() - image.bytes() % u64::from(BLOCK),
             block: BLOCK,

@@ -1,0 +1,126 @@
+//! Whether a stopped QEMU's disks are at rest: a front end stands for QEMU, and gives its queue back, or does not.
+
+use super::*;
+use crate::testing::{LONG, Site, apart};
+use godwit_testkit::disk_load::MEMORY_BYTES;
+use godwit_testkit::disk_load::front_end::FrontEnd;
+use godwit_testkit::disk_load::ring::{Kind, Ring};
+use godwit_testkit::testvol::Volume;
+use rustix::process::{getegid, geteuid};
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+
+const BYTES: u64 = 1 << 20;
+
+/// A disk that is served for a guest that may run, and the memory of that guest.
+struct Served {
+    disks: Disks,
+    socket: PathBuf,
+    memory: File,
+    _site: Site,
+}
+
+impl Served {
+    /// With an image of this directory.
+    fn with(directory: &std::path::Path) -> Self {
+        let (site, image) = (Site::new(), directory.join("root.raw"));
+        File::create(&image).unwrap().set_len(BYTES).unwrap();
+        let spec = VmSpec {
+            hardware: Some(2),
+            disks: vec![DiskSpec::new("root", image.to_str().unwrap())],
+            ..VmSpec::placeholder(&site.config.vm)
+        };
+        let ram = RamFile::create(&site.paths.ram_file(1), MEMORY_BYTES, None).unwrap();
+        let memory = File::options().read(true).write(true).open(ram.path());
+        let user = User {
+            uid: geteuid().as_raw(),
+            gid: getegid().as_raw(),
+        };
+        let (qemu, right) = ((user, 1), (Some(Generation(2)), None));
+        let disks = Disks::begin(
+            &site.config,
+            &site.paths,
+            &spec,
+            qemu,
+            &Arc::new(ram),
+            right,
+        );
+        Self {
+            disks: disks.unwrap(),
+            socket: site.paths.ram_files.disk_socket(1, 0),
+            memory: memory.unwrap(),
+            _site: site,
+        }
+    }
+
+    fn connect(&self) -> FrontEnd {
+        let front_end = FrontEnd::start(&self.socket, &self.memory).unwrap();
+        self.until(|status| status.running == 1);
+        front_end
+    }
+
+    fn until(&self, is_so: impl Fn(&godwit_vhost::Status) -> bool) {
+        let (disk, began) = (self.disks.0.disk(0).unwrap(), Instant::now());
+        while !is_so(&disk.status().unwrap()) {
+            assert!(began.elapsed() < LONG, "{:?}", disk.status());
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn disks_are_at_rest_once_qemu_has_its_queue_back_and_not_before() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let served = Served::with(directory.path());
+    let mut qemu = served.connect();
+    let lives = served.disks.rest().unwrap();
+    assert_eq!(lives, [Some(0)]);
+    let refused = served.disks.are_at_rest(&lives).unwrap_err();
+    assert_eq!(refused, "QEMU has not got all queues of disk 'root' back");
+    qemu.stop().unwrap();
+    assert_eq!(served.disks.are_at_rest(&lives), Ok(()));
+}
+
+#[test]
+fn disks_are_not_at_rest_for_a_qemu_that_lost_its_connection_meanwhile() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let served = Served::with(directory.path());
+    let lost = "QEMU was not connected to disk 'root' all the time";
+    let qemu = served.connect();
+    let lives = served.disks.rest().unwrap();
+    drop(qemu);
+    served.until(|status| !status.connected);
+    assert_eq!(served.disks.are_at_rest(&lives).unwrap_err(), lost);
+    // Another connection gives its queue back; what became of the first one's is not known.
+    let mut qemu = served.connect();
+    qemu.stop().unwrap();
+    assert_eq!(served.disks.are_at_rest(&lives).unwrap_err(), lost);
+    // One that was not connected before is none that was all the time.
+    assert_eq!(served.disks.are_at_rest(&[None]).unwrap_err(), lost);
+    let lives = served.disks.rest().unwrap();
+    assert_eq!(served.disks.are_at_rest(&lives), Ok(()));
+}
+
+/// Its queue is given back at once, and what it waits for is noted in the in-flight area alone, which stays on this host.
+#[test]
+fn disks_are_not_at_rest_while_a_write_that_waits_for_room_is_unanswered() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    apart(|mounts| {
+        let storage = Volume::mount(mounts.as_fd(), directory.path()).unwrap();
+        let served = Served::with(directory.path());
+        storage.fill();
+        let mut ring = Ring::map(&served.memory).unwrap();
+        let mut qemu = served.connect();
+        for place in 0..2 {
+            ring.content(place, 4096).fill(7);
+            ring.put(place, Kind::Write, place as u64 * 4096, 4096);
+        }
+        qemu.kick().unwrap();
+        served.until(|status| status.full_for.is_some() && status.unanswered == 2);
+        let lives = served.disks.rest().unwrap();
+        qemu.stop().unwrap();
+        let refused = served.disks.are_at_rest(&lives).unwrap_err();
+        assert_eq!(refused, "disk 'root' has 2 requests unanswered");
+    });
+}
