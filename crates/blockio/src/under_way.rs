@@ -19,7 +19,7 @@ const GUEST_BYTES_MAX: u64 = 2 << 20;
 const GUEST_CHANGES_MAX: usize = 2 * THREADS;
 /// Bytes of what is copied that may be under way: as many as the storage writes in a moment, between these bounds,
 const COPY_BYTES: Range<u64> = 256 << 10..16 << 20;
-/// and in so many pieces. Storage that serves all requests alike would else leave little to one large piece that is copied
+/// and in so many pieces, no more at a time. Storage that serves all requests alike would else leave little to one large piece that is copied
 /// beside many small writes of the guest, and a guest that writes all the while would have no end of it.
 const COPY_PIECES: u64 = 16;
 /// What may be under way at first: storage is slow until it has shown not to be.
@@ -52,8 +52,10 @@ pub(crate) struct UnderWay {
     done_at: Option<Instant>,
     /// What is under way, by origin.
     bytes: [u64; 2],
-    /// How many of the guest's.
+    /// How many of the guest's,
     of_guest: usize,
+    /// and how many pieces of what is copied, but clones.
+    pieces: u64,
     /// The guest's writes, and flushes, that were carried out, until they are told of,
     ended: Vec<u64>,
     /// and flushes that are to be.
@@ -95,6 +97,7 @@ impl Default for UnderWay {
             done_at: None,
             bytes: [0; 2],
             of_guest: 0,
+            pieces: 0,
             ended: Vec::new(),
             flushes: Vec::new(),
             copy_room: COPY_BYTES_AT_FIRST,
@@ -129,6 +132,9 @@ impl UnderWay {
             return 0;
         }
         let regions = self.room(Origin::Copy).div_ceil(REGION);
+        let pieces = COPY_PIECES.saturating_sub(self.pieces);
+        let of_a_region = (REGION * COPY_PIECES / self.copy_room).max(1);
+        let regions = regions.min(pieces.div_ceil(of_a_region));
         usize::try_from(regions).unwrap_or(usize::MAX)
     }
 
@@ -225,6 +231,7 @@ impl UnderWay {
         };
         self.bytes[origin as usize] += task.cost();
         self.of_guest += usize::from(origin == Origin::Guest);
+        self.pieces += u64::from(task.is_piece());
         self.waiting[origin as usize].push_back(task);
     }
 
@@ -270,8 +277,7 @@ impl UnderWay {
         let mut running = self.running.iter();
         if let Some(at) = running.position(|(number, _)| *number == task.number) {
             let (_, since) = self.running.swap_remove(at);
-            let is_content = matches!(task.content, Content::Change(Change::Written(..)));
-            if task.origin == Origin::Copy && is_content {
+            if task.is_piece() {
                 self.adapt(task.number, now - since);
             }
         }
@@ -329,10 +335,17 @@ impl UnderWay {
         if task.origin == Origin::Guest {
             self.of_guest = self.of_guest.saturating_sub(1);
         }
+        self.pieces = self.pieces.saturating_sub(task.is_piece().into());
     }
 }
 
 impl Task {
+    /// Whether it is one of what is copied, with content.
+    fn is_piece(&self) -> bool {
+        let is_content = matches!(self.content, Content::Change(Change::Written(..)));
+        self.origin == Origin::Copy && is_content
+    }
+
     fn cost(&self) -> u64 {
         match self.content {
             Content::Change(Change::Zeroed) | Content::Cloned => CHEAP_COST,
@@ -385,6 +398,27 @@ mod tests {
         assert_eq!(state.region_limit(), 0);
         state.begin(Origin::Copy).expect("one is taken");
         assert!(state.region_limit() > 0);
+    }
+
+    /// However much storage takes: what it serves alike would else leave a guest little.
+    #[test]
+    fn no_more_than_sixteen_pieces_of_what_is_copied_are_under_way() {
+        for (copy_room, regions) in [(16 << 20, 16), (2 << 20, 8), (256 << 10, 1)] {
+            let mut state = UnderWay {
+                copy_room,
+                ..UnderWay::default()
+            };
+            let mut given = 0;
+            while state.region_limit() > 0 {
+                let region = Arc::new(Buffer::zeroed(REGION as usize));
+                state.give(Origin::Copy, 0..REGION, Change::Written(region, 0));
+                given += 1;
+            }
+            assert_eq!((given, state.pieces), (regions, COPY_PIECES));
+            let (task, _) = state.begin(Origin::Copy).unwrap();
+            state.has_done(&task, true);
+            assert_eq!(state.pieces, COPY_PIECES - 1);
+        }
     }
 
     #[test]

@@ -109,8 +109,7 @@ enum Region {
     Uncopied,
     /// Locked; writes that were begun before it was are awaited.
     Draining,
-    /// Being copied, under this number.
-    Copying(u64),
+    Copying,
     Copied,
 }
 
@@ -141,8 +140,10 @@ pub struct Mirror {
     left: u64,
     /// No region before this one is to be copied.
     next: u64,
-    /// Those that are draining or copied, by index.
+    /// Those that are draining or being copied, by index,
     busy: Vec<u64>,
+    /// and under which number each of them is copied.
+    numbers: BTreeMap<u64, u64>,
     copies: u64,
     /// Begun and not ended.
     writes: BTreeMap<WriteId, Write>,
@@ -187,6 +188,7 @@ impl Mirror {
             left,
             next: 0,
             busy: Vec::new(),
+            numbers: BTreeMap::new(),
             copies: 0,
             writes: BTreeMap::new(),
             held: VecDeque::new(),
@@ -300,8 +302,8 @@ impl Mirror {
     /// Whether this copy is still wanted: what was read for one that is not must not go to the destination.
     pub fn wants(&self, copy: &Copy) -> bool {
         let index = copy.range.start / self.region_bytes;
-        let wanted = Region::Copying(copy.number);
-        self.region(index) == Some(wanted) || planted!(self, OldCopyCounts)
+        let is_this = self.numbers.get(&index) == Some(&copy.number);
+        is_this || planted!(self, OldCopyCounts)
     }
 
     /// A region was copied.
@@ -433,7 +435,7 @@ impl Mirror {
     /// Whether it touches a region that is locked.
     fn is_locked(&self, range: &Range<u64>) -> bool {
         let mut states = self.regions_of(range).map(|index| self.region(index));
-        states.any(|state| matches!(state, Some(Region::Draining | Region::Copying(_))))
+        states.any(|state| matches!(state, Some(Region::Draining | Region::Copying)))
     }
 
     fn meets_a_mirrored_one(&self, range: &Range<u64>) -> bool {
@@ -472,7 +474,8 @@ impl Mirror {
             if self.region(index) == Some(Region::Draining) && drained {
                 self.copies += 1;
                 let number = self.copies;
-                self.set(index, Region::Copying(number));
+                self.set(index, Region::Copying);
+                self.numbers.insert(index, number);
                 self.steps.push(Step::Copy(Copy { range, number }));
             }
         }
@@ -495,8 +498,11 @@ impl Mirror {
         }
         match state {
             Region::Draining => self.busy.push(index),
-            Region::Copying(_) => {}
-            _ => self.busy.retain(|busy| *busy != index),
+            Region::Copying => {}
+            _ => {
+                self.numbers.remove(&index);
+                self.busy.retain(|busy| *busy != index);
+            }
         }
         if state == Region::Uncopied {
             self.next = self.next.min(index);

@@ -21,5 +21,6 @@ pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};
 
-/// Bytes of a disk that are copied under one lock.
-pub const REGION: u64 = 1 << 20;
+/// Bytes of a disk that are copied under one lock. A write waits for the copy of what it touches, and with larger ones more writes wait for
+/// longer.
+pub const REGION: u64 = 256 << 10;
