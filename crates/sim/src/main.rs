@@ -10,6 +10,9 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: godwit-sim [--site [--keep-going]] [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
 
+/// So many seeds of whole sites reach every case of disks.
+const ENOUGH: u64 = 10_000;
+
 #[derive(Debug, Default)]
 struct Arguments {
     from: u64,
@@ -71,17 +74,18 @@ fn number(option: &str, word: Option<String>) -> Result<u64, String> {
         .map_err(|_| format!("{option} needs a number, not '{word}'"))
 }
 
-/// Plants a fault of the cores, or one of the site's rules.
+/// Plants a fault of the cores, one of the site's rules, or one of what hosts do with disks.
 #[cfg(feature = "planted-faults")]
 fn plant(arguments: &mut Arguments, word: Option<String>) -> Result<(), String> {
     let name = word.ok_or("--plant needs a name")?;
     let core = godwit_ownership::plant::Plant::from_name(&name);
     let site = godwit_site::plant::Plant::from_name(&name);
-    if core.is_none() && site.is_none() {
+    let disk = godwit_sim::site::DiskPlant::from_name(&name);
+    if core.is_none() && site.is_none() && disk.is_none() {
         return Err(format!("no planted fault is called '{name}': see --plants"));
     }
     arguments.options.plant = core;
-    arguments.site_options.plant = godwit_sim::site::SitePlant { site, core };
+    arguments.site_options.plant = godwit_sim::site::SitePlant { site, core, disk };
     Ok(())
 }
 
@@ -94,6 +98,9 @@ fn plant(_arguments: &mut Arguments, _word: Option<String>) -> Result<(), String
 fn list_plants(site: bool) -> ExitCode {
     if site {
         for plant in godwit_site::plant::Plant::by_simulator() {
+            println!("{}", plant.name());
+        }
+        for plant in godwit_sim::site::DiskPlant::ALL {
             println!("{}", plant.name());
         }
         return ExitCode::SUCCESS;
@@ -171,6 +178,13 @@ fn run_site(arguments: &Arguments) -> ExitCode {
     }
     if broken > 0 {
         println!("{broken} of {} seeds broke an invariant", arguments.seeds);
+        return ExitCode::FAILURE;
+    }
+    let missing = coverage.missing();
+    if arguments.seeds >= ENOUGH && !missing.is_empty() {
+        for case in missing {
+            println!("never reached: {}", case.name());
+        }
         return ExitCode::FAILURE;
     }
     println!(

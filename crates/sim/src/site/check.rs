@@ -53,7 +53,7 @@ impl Site {
     }
 
     /// Which of the documented exceptions let a machine run a VM.
-    fn exemption(&self, at: MachineId, vm: VmId) -> Option<Exempt> {
+    pub(super) fn exemption(&self, at: MachineId, vm: VmId) -> Option<Exempt> {
         let (machine, guest) = (&self.machines[at], &self.guests[vm]);
         if guest.named_by_old {
             return Some(Exempt::Forgotten);
@@ -79,9 +79,11 @@ impl Site {
     fn has_forgotten_deletion(&self, vm: VmId) -> bool {
         let knows = |row: Option<&SiteVm>| row.is_some_and(|row| row.deleted);
         let mut tables = self.machines.iter().map(|machine| &machine.table);
-        let database = self.controllers.iter().any(|controller| {
+        let mut controllers = self.controllers.iter();
+        let database = controllers.any(|controller| {
             let entry = controller.db.entries.get(&self.vms[vm]);
-            entry.is_some_and(|entry| entry.deleted)
+            // One that was stopped for good tells nobody.
+            !controller.stays_off && entry.is_some_and(|entry| entry.deleted)
         });
         !database && !tables.any(|table| knows(table.vms.get(&self.vms[vm])))
     }
@@ -89,6 +91,7 @@ impl Site {
     /// Once a second: alarms that are due, and VMs that nobody holds any more.
     pub(crate) fn look(&mut self) {
         self.after(1000, Happening::Look);
+        self.guests_work();
         if self.is_faulty && self.rng.chance(250) {
             let at = self.rng.index(self.machines.len());
             self.back_up(at);

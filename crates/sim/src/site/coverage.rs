@@ -7,7 +7,31 @@ use super::jobs::Kind;
 use super::model::Exempt;
 use godwit_ownership::{Ending, EventKind, StateName};
 use godwit_site::{Judged, News, Refusal};
+use godwit_types::named;
 use std::collections::BTreeMap;
+
+named! {
+    /// What became of a disk that only one host has, or of what was written to one.
+    pub enum DiskCase {
+        Whole => "copies of disks that were whole at their destination",
+        Arrived => "copies that became their host's with the holding",
+        Settled => "copies that got their name from a successor",
+        PartRemoved => "copies removed that were not whole",
+        WholeRemoved => "whole copies removed after a migration that failed",
+        FormerRemoved => "former images removed once the handover was confirmed",
+        FormerLeft => "former images left alone, since another file has their name",
+        NameTaken => "copies refused, since a file has their name",
+        NotThere => "starts refused, since the image is not on that host",
+        Refused => "images of one host refused for what they say",
+        ElsewhereRefused => "starts refused away from the host that wrote the disk",
+        LetGo => "images of one host let go by a person",
+        Provided => "images that a person brought or made",
+        LostUnflushed => "images that lost with their host's power what was not flushed",
+        SharedLostUnflushed => "shared images that lost with a host's power what was not flushed",
+        NameLost => "names of copies that a power cut took back",
+        LostForGood => "guests that go on with less, since a host is lost or by a person's word",
+    }
+}
 
 /// Counts over any number of seeds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -58,6 +82,9 @@ pub struct SiteCoverage {
     pub judged_vms: u64,
     /// What became of images, in the order in which [`Self`] tells it.
     pub images: [u64; 7],
+    pub disks: BTreeMap<DiskCase, u64>,
+    /// What guests were told is durable.
+    pub flushes: u64,
     pub steps: u64,
 }
 
@@ -159,6 +186,7 @@ impl SiteCoverage {
         sum(&mut self.news, &other.news);
         sum(&mut self.jobs, &other.jobs);
         sum(&mut self.exempt, &other.exempt);
+        sum(&mut self.disks, &other.disks);
         for (mine, theirs) in self.migrations.iter_mut().zip(other.migrations) {
             *mine += theirs;
         }
@@ -182,10 +210,17 @@ impl SiteCoverage {
             (&mut self.refused_words, other.refused_words),
             (&mut self.judged_vms, other.judged_vms),
             (&mut self.steps, other.steps),
+            (&mut self.flushes, other.flushes),
         ];
         for (mine, theirs) in counts {
             *mine += theirs;
         }
+    }
+
+    /// The cases of disks that were never reached.
+    pub fn missing(&self) -> Vec<DiskCase> {
+        let all = DiskCase::ALL.iter().copied();
+        all.filter(|case| !self.disks.contains_key(case)).collect()
     }
 
     /// The report of a run, line by line.
@@ -245,6 +280,10 @@ impl SiteCoverage {
         for (n, what) in self.images.into_iter().zip(of_images) {
             line(n, what.into());
         }
+        line(self.flushes, "flushes acknowledged to guests".into());
+        for (n, what) in self.of_disks() {
+            line(n, what.into());
+        }
         line(self.judged_vms, "VMs judged to the end".into());
         for why in Exempt::ALL {
             let n = self.exempt.get(&why).copied().unwrap_or(0);
@@ -254,6 +293,13 @@ impl SiteCoverage {
         line(self.struck.len() as u64, "pairs of state and fault".into());
         line(self.steps, "steps".into());
         lines
+    }
+
+    fn of_disks(&self) -> impl Iterator<Item = (u64, &'static str)> {
+        let times = |case| self.disks.get(case).copied().unwrap_or(0);
+        DiskCase::ALL
+            .iter()
+            .map(move |case| (times(case), case.name()))
     }
 
     /// Every fault, with how often it struck in each state.

@@ -62,6 +62,8 @@ faults! {
     RestoreImage => 250, "VM's image put back from an old copy",
     ImageUnread => 300, "image's record could not be read",
     ImageUnwritten => 300, "image's record could not be written, or nobody knows",
+    RemoveFails => 300, "image could not be removed",
+    LoseHost => 200, "host lost for good",
     CloneHost => 150, "host's disk cloned to a second machine",
     Liar => 120, "a host lies",
     LoseMessage => 400, "message lost",
@@ -113,6 +115,7 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::RestoreHost,
     SiteFault::RestoreImage,
     SiteFault::RestoreImage,
+    SiteFault::LoseHost,
     SiteFault::CloneHost,
     SiteFault::Liar,
 ];
@@ -240,6 +243,7 @@ impl Site {
             SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
             SiteFault::RestoreImage => (0..self.vms.len()).any(|vm| self.restore_image(vm)),
+            SiteFault::LoseHost => self.lose_machine(at),
             SiteFault::CloneHost => self.clone_machine(at),
             SiteFault::Liar => self.begin_to_lie(at),
             _ => false,
@@ -361,6 +365,8 @@ impl Site {
         let reached_disk = self.rng.chance(500);
         for vm in 0..self.vms.len() {
             self.lose_qemu(at, vm);
+            self.disk_loses_power(at, vm);
+            self.image_loses_power(at, vm);
             let slot = &mut self.machines[at].slots[vm];
             slot.process = None;
             slot.qemu_frozen_until = 0;
@@ -435,6 +441,8 @@ impl Site {
         machine.backup = Some(Backup {
             records: records.collect(),
             known: machine.slots.iter().map(|s| s.known.clone()).collect(),
+            notes: machine.slots.iter().map(|s| s.own.notes.clone()).collect(),
+            files: machine.slots.iter().map(|s| s.own.files.clone()).collect(),
             table: machine.table.clone(),
             counter: machine.counter,
         });
@@ -448,6 +456,9 @@ impl Site {
         }
         for (slot, known) in machine.slots.iter_mut().zip(backup.known) {
             slot.known = known;
+        }
+        for (slot, notes) in machine.slots.iter_mut().zip(backup.notes) {
+            slot.own.notes = notes;
         }
         machine.table = backup.table;
         machine.counter = backup.counter;
@@ -463,10 +474,11 @@ impl Site {
             return false;
         }
         self.crash(at);
-        self.put_back(at, backup);
         if whole {
             self.machines[at].boots = 0;
+            self.losing(at, |w| w.put_files_back(at, backup.files.clone()));
         }
+        self.put_back(at, backup);
         self.lost_records(at);
         let delay = 100 + self.rng.below(3000);
         self.after(delay, Happening::MachineStarts { at });
@@ -486,12 +498,15 @@ impl Site {
         if machine.is_clone || !fits || !self.kill_agent(at) {
             return false;
         }
+        let slots = self.machines[at].slots.iter();
+        let notes: Vec<_> = slots.map(|slot| slot.own.notes.clone()).collect();
         self.put_back(at, backup);
-        for slot in &mut self.machines[at].slots {
+        for (slot, notes) in self.machines[at].slots.iter_mut().zip(notes) {
             if let Some(process) = &slot.process {
                 let record = Some(process.core.record().clone());
                 slot.journal.seen.clone_from(&record);
                 slot.journal.durable = record;
+                slot.own.notes = notes;
             }
         }
         self.lost_records(at);
@@ -520,6 +535,7 @@ impl Site {
         let name = self.machines[at].name;
         let clone = self.machines.len();
         self.machines.push(Machine::new(name, self.vms.len()));
+        self.put_files_back(clone, backup.files.clone());
         self.put_back(clone, backup);
         self.machines[clone].is_clone = true;
         for guest in &mut self.guests {

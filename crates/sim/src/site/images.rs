@@ -1,26 +1,29 @@
 //! Disks on storage that all hosts share: an image for every second VM, what it says of who has it, and what was written there.
+//! What an observer knows of disks that only one host has is here, too.
 //!
 //! Works on the site. Judged from outside by who wrote and what was acknowledged, not by the record. In half of the seeds
 //! locks on an image reach the other hosts, in the others they do not. At times its record cannot be read, or it is not known
 //! whether it was written: then the image is not opened, and whoever tries again finds what is there.
 
+use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
 use super::world::Site;
 use godwit_ownership::{Event, ImageClaim, ImageId, ImageRecord};
-use godwit_types::{Generation, HostName, VmName};
+use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::collections::BTreeMap;
 
-const DISK: &str = "root";
+pub(super) const DISK: &str = "root";
 /// Of a thousand times.
-const READ_FAILS: u64 = 120;
-const WRITE_FAILS: u64 = 120;
+pub(super) const READ_FAILS: u64 = 120;
+pub(super) const WRITE_FAILS: u64 = 120;
 
 /// What is on the storage.
 #[derive(Debug, Clone, Default)]
 struct Stored {
-    /// The number of the last write.
+    /// The number of the last write, and of the last one that a power cut leaves for certain.
     writes: u64,
+    durable: u64,
     /// For how many hypervisors it was opened, and for how many hosts.
     openings: u64,
     record: Option<ImageRecord>,
@@ -34,28 +37,34 @@ pub(crate) struct Image {
     stored: Stored,
     copy: Option<Stored>,
     /// The last write that a guest was told is durable.
-    acknowledged: u64,
+    pub acknowledged: u64,
     /// How often it had been opened then.
-    openings: u64,
+    pub openings: u64,
+    /// Which of the disks that this VM had, where only one host has it.
+    pub life: u64,
+    /// Where only one host has it: it went with a machine, or by a person's word.
+    pub is_lost: bool,
     /// Whose QEMU has it open, and under which generation.
     open: BTreeMap<MachineId, Generation>,
     /// The machine that wrote there last, while it knows that it did.
-    writer: Option<MachineId>,
+    pub writer: Option<MachineId>,
     /// The machine that opened it last.
     opener: Option<MachineId>,
     /// The last write that the memory of the guest in a machine's QEMU knows of.
-    remembered: BTreeMap<MachineId, u64>,
+    pub remembered: BTreeMap<MachineId, u64>,
 }
 
 /// Why an image is not opened.
 #[derive(Debug)]
-enum Closed {
+pub(super) enum Closed {
     InUse,
     Judged,
     /// Who has it cannot be read.
     Unread,
     /// That this host has it cannot be written; whether it is there nobody knows.
     Unwritten,
+    /// It is not there.
+    Missing,
 }
 
 impl Site {
@@ -71,6 +80,9 @@ impl Site {
         vm: VmId,
         (generation, anew): (Generation, bool),
     ) -> bool {
+        if self.goes_along(vm) {
+            return self.open_own(at, vm, (generation, anew));
+        }
         if !self.has_image(vm) {
             return true;
         }
@@ -87,7 +99,7 @@ impl Site {
                 if image.opener.replace(at) != Some(at) || anew {
                     image.stored.openings += 1;
                 }
-                self.write(at, vm);
+                self.works(at, vm);
                 true
             }
             Err(why) => {
@@ -101,7 +113,7 @@ impl Site {
                     // Whoever tries again reads and writes it.
                     Closed::Unread => self.coverage.images[5] += 1,
                     Closed::Unwritten => self.coverage.images[6] += 1,
-                    Closed::Judged => {
+                    Closed::Judged | Closed::Missing => {
                         self.coverage.images[2] += 1;
                         match anew {
                             true => self.release_image(vm),
@@ -246,7 +258,15 @@ impl Site {
     }
 
     /// A VM is to come from another host: which image it has there is written down, and so is by whom it was taken last.
-    pub(crate) fn expect_image(&mut self, at: MachineId, vm: VmId, from: &HostName) -> bool {
+    pub(crate) fn expect_image(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (migration, from): (&MigrationId, &HostName),
+    ) -> bool {
+        if self.goes_along(vm) {
+            return self.expect_copy(at, vm, migration);
+        }
         if !self.has_image(vm) {
             return true;
         }
@@ -262,27 +282,80 @@ impl Site {
     fn write(&mut self, at: MachineId, vm: VmId) {
         let known = self.machines[at].slots[vm].known.as_ref();
         let known = known.map(|known| known.taken);
+        let flushes = self.rng.chance(500);
         let image = &mut self.images[vm];
         image.stored.writes += 1;
-        image.acknowledged = image.stored.writes;
-        image.openings = image.stored.openings;
         let newest = image.stored.record.as_ref().map(|record| record.taken);
-        image.writer = (known == newest).then_some(at);
         image.remembered.insert(at, image.stored.writes);
+        if flushes {
+            image.stored.durable = image.stored.writes;
+            image.acknowledged = image.stored.writes;
+            image.openings = image.stored.openings;
+            image.writer = (known == newest).then_some(at);
+            self.coverage.flushes += 1;
+        }
+    }
+
+    /// The guest works on its disk.
+    pub(crate) fn works(&mut self, at: MachineId, vm: VmId) {
+        if self.goes_along(vm) {
+            self.works_on_own(at, vm);
+        } else if self.has_image(vm) {
+            self.write(at, vm);
+        }
+    }
+
+    /// Once a second: guests that run with a VM process work, and what came with them is kept.
+    pub(crate) fn guests_work(&mut self) {
+        for vm in 0..self.vms.len() {
+            for at in 0..self.machines.len() {
+                let serves = self.machines[at].slots[vm].process.is_some();
+                let has = self.goes_along(vm) || self.images[vm].open.contains_key(&at);
+                if serves && has && self.runs_at(at, vm) {
+                    self.works(at, vm);
+                    if self.goes_along(vm) {
+                        self.keep_what_came(at, vm);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Power off: what its machine wrote and did not make durable may be gone.
+    pub(crate) fn image_loses_power(&mut self, at: MachineId, vm: VmId) {
+        let is_last = self.images[vm].opener == Some(at) && self.images[vm].open.contains_key(&at);
+        if !self.has_image(vm) || !is_last || self.rng.chance(300) {
+            return;
+        }
+        let stored = &mut self.images[vm].stored;
+        let has_lost = stored.writes > stored.durable;
+        stored.writes = stored.durable;
+        if has_lost {
+            self.disk_case(DiskCase::SharedLostUnflushed);
+        }
     }
 
     /// The guest was stopped to leave: the other host may have it. It wrote until then.
     pub(crate) fn give_image_back(&mut self, at: MachineId, vm: VmId) {
+        if self.goes_along(vm) && self.runs_at(at, vm) {
+            self.works(at, vm);
+        }
         if !self.has_image(vm) {
             return;
         }
-        if self.images[vm].open.contains_key(&at) && self.runs_at(at, vm) {
-            self.write(at, vm);
+        let image = &self.images[vm];
+        if image.open.contains_key(&at) {
+            if self.runs_at(at, vm) {
+                self.write(at, vm);
+            }
+            // What was written is durable before another host has it.
+            let stored = &mut self.images[vm].stored;
+            stored.durable = stored.writes;
         }
         self.images[vm].open.remove(&at);
     }
 
-    fn close_images_without_qemu(&mut self, vm: VmId) {
+    pub(super) fn close_images_without_qemu(&mut self, vm: VmId) {
         let machines = &self.machines;
         let image = &mut self.images[vm];
         let lives = |at: &MachineId| machines[*at].slots[vm].qemu.is_some();
@@ -291,7 +364,7 @@ impl Site {
     }
 
     /// A person ends a guest that is not let go on with its image, to start it anew.
-    fn end_guest(&mut self, at: MachineId, vm: VmId) {
+    pub(super) fn end_guest(&mut self, at: MachineId, vm: VmId) {
         if self.is_faulty && !self.rng.chance(100) {
             return;
         }
@@ -320,21 +393,26 @@ impl Site {
     }
 
     pub(crate) fn back_up_image(&mut self, vm: VmId) {
+        self.back_up_own(vm);
         let image = &mut self.images[vm];
-        image.copy = Some(image.stored.clone());
+        let stored = image.stored.clone();
+        image.copy = Some(Stored {
+            durable: stored.writes,
+            ..stored
+        });
     }
 
     /// An image is put back from a copy while no QEMU of the VM lives.
     pub(crate) fn restore_image(&mut self, vm: VmId) -> bool {
         let lives = self.machines.iter().any(|m| m.slots[vm].qemu.is_some());
         let Some(copy) = self.images[vm].copy.clone() else {
-            return false;
+            return self.restore_own(vm);
         };
         let fits = self.has_image(vm) && !lives && copy.writes < self.images[vm].stored.writes;
         if fits {
             self.note(|w| format!("the image of {} is put back from a copy", w.vms[vm]));
             self.images[vm].stored = copy;
         }
-        fits
+        fits || self.restore_own(vm)
     }
 }

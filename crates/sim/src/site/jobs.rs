@@ -74,6 +74,9 @@ impl Site {
         if !of.is_up || of.frozen_until > self.now || of.is_busy(vm) {
             return false;
         }
+        let Some(kind) = self.planned(controller, vm, kind) else {
+            return false;
+        };
         self.note(|w| format!("controller {controller}: {kind:?} {}", w.vms[vm]));
         self.coverage.job(&kind);
         let job = self.next_number();
@@ -405,7 +408,7 @@ impl Site {
         }
     }
 
-    fn any_answering(&mut self, controller: usize) -> Option<NameId> {
+    pub(super) fn any_answering(&mut self, controller: usize) -> Option<NameId> {
         let book = &self.controllers[controller].book;
         let hosts = 0..self.names.len();
         let able: Vec<NameId> = hosts.filter(|h| book.answers(&self.names[*h])).collect();
@@ -415,6 +418,9 @@ impl Site {
 
     fn put(&mut self, controller: usize, id: u64, vm: VmId, on: NameId, grant: Grant) {
         let is_create = self.is_create(controller, id);
+        if is_create {
+            self.make_disk(on, vm);
+        }
         let changes: &[Change] = match is_create {
             true => &[Change::Exists(vm, true)],
             false => &[],

@@ -7,7 +7,9 @@
 
 mod check;
 mod controller;
+mod copies;
 mod coverage;
+mod disk_plant;
 mod faults;
 mod host;
 mod images;
@@ -16,12 +18,15 @@ mod lies;
 mod migrate;
 mod model;
 mod moves;
+mod own_disk;
+mod own_files;
 mod people;
 mod process;
 mod run;
 mod world;
 
-pub use coverage::SiteCoverage;
+pub use coverage::{DiskCase, SiteCoverage};
+pub use disk_plant::DiskPlant;
 pub use faults::SiteFault;
 pub use model::Exempt;
 pub use run::{SiteOptions, SiteOutcome, SitePlant, run_site_seed};

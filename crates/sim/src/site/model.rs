@@ -4,6 +4,7 @@
 
 pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
 
+use super::own_files::{Content, Files, Notes, OwnDisk};
 use godwit_ownership::{
     Action, Event, EventKind, HostRecord, KnownImage, PeerMessage, Timer, VmCore,
 };
@@ -29,12 +30,21 @@ pub(crate) struct Outgoing {
     pub began: u64,
 }
 
+/// What goes along with a guest's last pages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Memory {
+    pub version: Version,
+    /// The last write to its disk that it knows of.
+    pub remembered: Option<u64>,
+    /// What is on a disk that goes along.
+    pub disk: Option<Content>,
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct Receiving {
     pub migration: MigrationId,
     pub from: HostName,
-    /// The guest's version, and the last write to its disk that it knows of.
-    pub pages: Option<(Version, Option<u64>)>,
+    pub pages: Option<Memory>,
     pub attempt: Generation,
     pub loaded: bool,
 }
@@ -83,8 +93,10 @@ pub(crate) struct Slot {
     pub qemu: Option<QemuProcess>,
     pub qemu_frozen_until: u64,
     pub process: Option<Process>,
-    /// What the host has written down of the image of the VM's disk.
+    /// What the host has written down of the VM's disk on storage that all hosts share.
     pub known: Option<KnownImage>,
+    /// A disk that only this host has.
+    pub own: OwnDisk,
 }
 
 /// What a VM was booted on, when nobody asked for it.
@@ -116,6 +128,9 @@ pub(crate) struct Agent {
 pub(crate) struct Backup {
     pub records: Vec<Option<HostRecord>>,
     pub known: Vec<Option<KnownImage>>,
+    pub notes: Vec<Notes>,
+    /// What was on the rest of its disk.
+    pub files: Vec<Files>,
     pub table: SiteTable,
     pub counter: u64,
 }
@@ -271,7 +286,7 @@ pub(crate) enum Packet {
         vm: VmId,
         migration: MigrationId,
         attempt: Generation,
-        memory: (Version, Option<u64>),
+        memory: Memory,
     },
     LastPagesApplied {
         vm: VmId,

@@ -2,9 +2,10 @@
 //!
 //! Works on the site. A page is nothing but the version of the guest that it belongs to, and its disk's last write.
 
-use super::model::{Happening, MachineId, Outgoing, Packet, Place, QemuProcess, Receiving, VmId};
+use super::model::{
+    Happening, MachineId, Memory, Outgoing, Packet, Place, QemuProcess, Receiving, VmId,
+};
 use super::world::Site;
-use crate::model::Version;
 use godwit_ownership::{Event, StateName, Status};
 use godwit_types::{Generation, HostName, MigrationId};
 
@@ -40,7 +41,7 @@ impl Site {
             running: false,
         });
         let (process, migration) = (process.number, migration.clone());
-        if !self.expect_image(at, vm, from) {
+        if !self.expect_image(at, vm, (&migration, from)) {
             return self.feed(at, vm, Event::IncomingFailed);
         }
         let looks = Happening::ReceiverLooks {
@@ -87,6 +88,9 @@ impl Site {
             began: now,
         });
         let process = process.number;
+        if !self.mirror(at, vm, migration) {
+            return self.feed(at, vm, Event::Cancel);
+        }
         let delay = 20 + self.rng.below(40);
         self.after(delay, Happening::Precopy { at, vm, process });
     }
@@ -126,7 +130,11 @@ impl Site {
                 vm,
                 migration,
                 attempt,
-                memory: (version, self.remembered(at, vm)),
+                memory: Memory {
+                    version,
+                    remembered: self.remembered(at, vm),
+                    disk: self.content_to_send(at, vm),
+                },
             };
             self.send(Place::Machine(at), to, packet);
         }
@@ -162,7 +170,7 @@ impl Site {
         vm: VmId,
         migration: &MigrationId,
         attempt: Generation,
-        memory: (Version, Option<u64>),
+        memory: Memory,
     ) {
         let Some(receiving) = self.receiving(at, vm, migration) else {
             return;
@@ -173,6 +181,7 @@ impl Site {
         receiving.attempt = attempt;
         receiving.pages = Some(memory);
         let from = receiving.from.clone();
+        self.fill_copy(at, vm, migration, memory.disk);
         if let Some(from) = self.id_of(&from) {
             let packet = Packet::LastPagesApplied {
                 vm,
@@ -216,13 +225,14 @@ impl Site {
         let Some(qemu) = self.machines[at].slots[vm].qemu.as_mut() else {
             return;
         };
-        match pages {
-            Some((version, remembered)) => {
-                qemu.version = Some(version);
-                self.remembers(at, vm, remembered);
-                self.local(at, vm, Event::Loaded { attempt });
-            }
-            None => self.local(at, vm, Event::IncomingFailed),
+        let Some(memory) = pages else {
+            return self.local(at, vm, Event::IncomingFailed);
+        };
+        qemu.version = Some(memory.version);
+        self.remembers(at, vm, memory.remembered);
+        match self.copy_is_whole(at, vm, attempt) {
+            true => self.local(at, vm, Event::Loaded { attempt }),
+            false => self.local(at, vm, Event::IncomingFailed),
         }
     }
 }

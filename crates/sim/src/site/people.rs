@@ -180,13 +180,14 @@ impl Site {
             let (boots, held_off) = (self.machines[at].boots, self.machines[at].is_clone);
             let is_old = self.machines[at].is_old;
             let fresh = Machine::new(name, self.vms.len());
-            self.machines[at] = Machine {
+            let joins = Machine {
                 boots,
                 is_clone: held_off,
                 is_old,
                 stays_off: held_off,
                 ..fresh
             };
+            self.join_with_files(at, joins);
             self.after(5, Happening::MachineStarts { at });
         }
         let host = self.names[name].clone();
@@ -417,7 +418,8 @@ impl Site {
             if let (true, Whereabouts::Held { host, .. }) = (ends, book.whereabouts(&self.vms[vm]))
                 && let Some(host) = self.id_of(&host)
             {
-                // As the refusals say: what is left is an older copy, and is ended first.
+                // As the refusals say: what is left is an older copy, and is ended first. Then nobody holds the VM.
+                self.guests[vm].is_on = false;
                 self.begin(controller, vm, Kind::End { host });
             }
             self.begin(controller, vm, Kind::Start { on: None });

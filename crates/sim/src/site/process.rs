@@ -57,6 +57,7 @@ impl Site {
             frozen_until: 0,
         });
         self.note(|w| format!("{} {}: process starts, {qemu:?}", w.label(at), w.vms[vm]));
+        self.settle_own_disk(at, vm);
         self.wake(at, vm);
     }
 
@@ -211,6 +212,7 @@ impl Site {
                 }
             }
             Action::KillQemu => self.kill_own_qemu(at, vm),
+            Action::Cleanup => self.clean_disk(at, vm),
             Action::Arm(timer) => self.arm(at, vm, timer),
             Action::Disarm(timer) => {
                 if let Some(process) = self.process(at, vm) {
@@ -227,6 +229,7 @@ impl Site {
                     completed,
                 };
                 self.machines[at].reports.push(report);
+                self.clean_disk_without_qemu(at, vm);
             }
             Action::Surveyed { .. } => self.surveyed(at, vm),
             Action::Report(status) => self.shows(at, vm, &status),
@@ -236,10 +239,7 @@ impl Site {
                     waits.refused = true;
                 }
             }
-            Action::RestoreDirty
-            | Action::ReleaseThrottle
-            | Action::Cleanup
-            | Action::Ignored { .. } => {}
+            Action::RestoreDirty | Action::ReleaseThrottle | Action::Ignored { .. } => {}
         }
     }
 
@@ -336,6 +336,7 @@ impl Site {
         if let Some(record) = process.writing.take() {
             self.machines[at].slots[vm].journal.durable = Some(record);
             self.hand_over(at, vm, Event::Persisted, None);
+            self.gave(at, vm);
             self.wake(at, vm);
         }
     }

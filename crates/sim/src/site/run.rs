@@ -4,6 +4,7 @@
 //! exists must run exactly once.
 
 use super::coverage::SiteCoverage;
+use super::disk_plant::DiskPlant;
 use super::jobs::Kind;
 use super::model::{Happening, NameId};
 use super::world::Site;
@@ -22,6 +23,8 @@ pub struct SitePlant {
     /// In the rules of the site.
     pub site: Option<Plant>,
     pub core: PlantName,
+    /// In what hosts do with disks that only they have.
+    pub disk: Option<DiskPlant>,
 }
 
 impl SitePlant {
@@ -39,6 +42,18 @@ impl SitePlant {
 
     pub(crate) fn opens_unwritten_image(self) -> bool {
         self.site == Some(Plant::OpensUnwrittenImage)
+    }
+
+    pub(crate) fn is_ready_before_flush(self) -> bool {
+        self.disk == Some(DiskPlant::ReadyBeforeFlush)
+    }
+
+    pub(crate) fn removes_unconfirmed(self) -> bool {
+        self.disk == Some(DiskPlant::RemovesUnconfirmed)
+    }
+
+    pub(crate) fn uses_failed_copy(self) -> bool {
+        self.disk == Some(DiskPlant::UsesFailedCopy)
     }
 }
 

@@ -1,0 +1,17 @@
+//! Deliberate faults of what a host does with the disk that only it has: what the simulator must catch.
+//!
+//! Owns nothing. They are planted into the simulated shell, since the product's is not linked.
+
+use godwit_types::named;
+
+named! {
+    /// A fault to plant into what the simulated hosts do with disks.
+    pub enum DiskPlant {
+        /// A destination says that it is ready before its copy of the disk is durable.
+        ReadyBeforeFlush => "disk-ready-before-flush",
+        /// The source removes its image once it gave the VM, before the destination has said that it holds it.
+        RemovesUnconfirmed => "image-removed-unconfirmed",
+        /// What came with a migration that failed is taken for what comes with the next.
+        UsesFailedCopy => "failed-copy-used",
+    }
+}

@@ -1,0 +1,564 @@
+//! Disks that only one host has: the files on each machine, what is written down of them, and the copy that goes along.
+//!
+//! An image for every fourth VM. As the product's shell does it: an image that comes has a name of its own, is whole once it is
+//! durable, and gets its name under the generation for which it was whole; the source's goes once the record says that the VM has
+//! moved. Works on the site. Who may open an image is judged by `godwit-ownership`; what an observer demands is in `copies.rs`.
+
+use super::coverage::DiskCase;
+use super::faults::SiteFault;
+use super::images::{Closed, DISK, READ_FAILS, WRITE_FAILS};
+use super::model::{MachineId, VmId};
+use super::own_files::{Arrival, Content, File, Notes, OwnDisk};
+use super::world::Site;
+use godwit_ownership::{ImageClaim, ImageId, ImageRecord, Phase};
+use godwit_types::{Generation, MigrationId};
+
+/// Of a thousand times.
+const REMOVE_FAILS: u64 = 250;
+const NOTE_FAILS: u64 = 20;
+
+impl Site {
+    pub(crate) fn goes_along(&self, vm: VmId) -> bool {
+        vm.is_multiple_of(4)
+    }
+
+    pub(crate) fn own(&mut self, at: MachineId, vm: VmId) -> &mut OwnDisk {
+        &mut self.machines[at].slots[vm].own
+    }
+
+    /// Changes what is written down; false when that failed.
+    fn note_down(&mut self, at: MachineId, vm: VmId, change: impl FnOnce(&mut Notes)) -> bool {
+        if self.strikes(SiteFault::WriteFails, NOTE_FAILS) {
+            return false;
+        }
+        change(&mut self.own(at, vm).notes);
+        true
+    }
+
+    fn claim_of_own<R>(
+        &mut self,
+        (at, vm): (MachineId, VmId),
+        generation: Generation,
+        anew: bool,
+        judge: impl FnOnce(&ImageClaim<'_>, Option<&File>) -> R,
+    ) -> R {
+        let (host, name) = (self.name_of(at), self.vms[vm].clone());
+        let fresh = ImageId::new(u128::from(self.next_number()));
+        let own = &self.machines[at].slots[vm].own;
+        let claim = ImageClaim {
+            vm: &name,
+            disk: DISK,
+            host: &host,
+            generation,
+            known: own.due.as_ref().or(own.notes.known.as_ref()),
+            anew,
+            fresh: &fresh,
+        };
+        judge(&claim, own.files.image.as_ref())
+    }
+
+    /// A VM is to come: a file is made for what comes of its disk. False where there is one already.
+    pub(crate) fn expect_copy(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
+        self.images[vm].remembered.remove(&at);
+        let known = self.own(at, vm).notes.known.clone();
+        let left = self.failed_copy(at, vm);
+        self.put_aside(at, vm);
+        // Nobody has had it under any generation, and what the disk was here before is something else.
+        self.own(at, vm).notes.known = known;
+        let none = self.claim_of_own((at, vm), Generation(0), true, |claim, _| claim.judge(None));
+        let id = self.next_number();
+        let is_noted = self.note_down(at, vm, |notes| {
+            *notes = Notes {
+                arriving: Some(Arrival {
+                    migration: migration.clone(),
+                    whole: None,
+                    ours: false,
+                }),
+                leaving: None,
+                image: Some(id),
+                known: none.ok().map(|none| none.known()),
+            };
+        });
+        let own = self.own(at, vm);
+        own.due = None;
+        own.is_here = false;
+        if !is_noted {
+            return false;
+        }
+        if own.files.image.is_some() {
+            self.disk_case(DiskCase::NameTaken);
+            self.put_aside(at, vm);
+            self.clear_leftover(at, vm);
+            return false;
+        }
+        let made = File {
+            id,
+            ..File::default()
+        };
+        let files = &mut self.own(at, vm).files;
+        files.beside.insert(migration.clone(), left.unwrap_or(made));
+        true
+    }
+
+    /// A planted fault: what came whole with a migration that failed is taken for what comes with the next.
+    fn failed_copy(&mut self, at: MachineId, vm: VmId) -> Option<File> {
+        let uses = self.plant.uses_failed_copy();
+        let own = self.own(at, vm);
+        let arrival = own.notes.arriving.as_ref().filter(|_| uses);
+        let arrival = arrival.filter(|arrival| arrival.whole.is_some() && !arrival.ours)?;
+        let file = own.files.beside.remove(&arrival.migration)?;
+        Some(File {
+            is_reused: true,
+            ..file
+        })
+    }
+
+    /// Whatever else came, what came last is there before the memory that knows of it.
+    pub(crate) fn fill_copy(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        migration: &MigrationId,
+        content: Option<Content>,
+    ) {
+        let file = self.own(at, vm).files.beside.get_mut(migration);
+        let file = file.filter(|file| !file.is_reused);
+        if let (Some(file), Some(content)) = (file, content) {
+            file.content = content;
+        }
+    }
+
+    /// All of the copy is there: it is made durable, and noted for this generation, before the source hears `ready`.
+    pub(crate) fn copy_is_whole(&mut self, at: MachineId, vm: VmId, attempt: Generation) -> bool {
+        if !self.goes_along(vm) {
+            return true;
+        }
+        let skips = self.plant.is_ready_before_flush();
+        let own = self.own(at, vm);
+        let Some(arrival) = own.notes.arriving.clone() else {
+            return false;
+        };
+        let Some(file) = own.files.beside.get_mut(&arrival.migration) else {
+            return false;
+        };
+        if own.files.image.is_some() {
+            return false;
+        }
+        if !skips {
+            file.durable = file.content;
+        }
+        let is_noted = self.note_down(at, vm, |notes| {
+            if let Some(arrival) = &mut notes.arriving {
+                arrival.whole = Some(attempt);
+            }
+        });
+        if is_noted {
+            self.disk_case(DiskCase::Whole);
+        }
+        is_noted
+    }
+
+    /// The disk is mirrored for this migration: whoever finds that the VM has moved removes what moved with it, and nothing else.
+    pub(crate) fn mirror(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
+        let migration = migration.clone();
+        !self.goes_along(vm) || self.note_down(at, vm, |notes| notes.leaving = Some(migration))
+    }
+
+    /// What is sent of the disk with the last pages.
+    pub(crate) fn content_to_send(&self, at: MachineId, vm: VmId) -> Option<Content> {
+        let image = self.machines[at].slots[vm].own.files.image.as_ref();
+        image.map(|image| image.content)
+    }
+
+    /// The image of a VM that no other host has, for a guest that is let run.
+    pub(crate) fn open_own(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (generation, anew): (Generation, bool),
+    ) -> bool {
+        self.close_images_without_qemu(vm);
+        let settled = match anew {
+            true => self.settle_copy(at, vm, generation),
+            false => self.arrive(at, vm, generation),
+        };
+        let opened = settled.and_then(|()| self.claim_own(at, vm, (generation, anew)));
+        let Err(why) = opened else {
+            self.has_all_flushes(at, vm);
+            match anew {
+                true => self.began_with_own(at, vm),
+                false => self.knows_its_disk(at, vm),
+            }
+            self.works(at, vm);
+            if self.rng.chance(600) {
+                self.keep_what_came(at, vm);
+            }
+            return true;
+        };
+        self.note(|w| {
+            let (host, own) = (w.label(at), &w.machines[at].slots[vm].own);
+            format!(
+                "{host} {}: its disk is not opened: {why:?}, {own:?}",
+                w.vms[vm]
+            )
+        });
+        match why {
+            Closed::Unread => self.coverage.images[5] += 1,
+            Closed::Missing if !anew => {
+                let what = format!(
+                    "{} lets the guest of {} go on, whose image was removed or never was its host's",
+                    self.label(at),
+                    self.vms[vm]
+                );
+                self.violated_unless_exempt(vm, what);
+            }
+            Closed::InUse | Closed::Unwritten | Closed::Judged | Closed::Missing => {
+                self.disk_case(match why {
+                    Closed::Missing => DiskCase::NotThere,
+                    _ => DiskCase::Refused,
+                });
+                match anew {
+                    true => self.provide_image(at, vm),
+                    false => self.end_guest(at, vm),
+                }
+            }
+        }
+        false
+    }
+
+    /// A hypervisor was started with it.
+    fn began_with_own(&mut self, at: MachineId, vm: VmId) {
+        let own = self.own(at, vm);
+        own.notes.image = own.files.image.as_ref().map(|file| file.id);
+        own.notes.leaving = None;
+        own.notes.arriving = None;
+    }
+
+    fn claim_own(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (generation, anew): (Generation, bool),
+    ) -> Result<(), Closed> {
+        let own = &self.machines[at].slots[vm].own;
+        if own.files.image.is_none() {
+            return Err(Closed::Missing);
+        }
+        let known = own.due.as_ref().or(own.notes.known.as_ref());
+        if !anew && known.is_some_and(|known| known.generation == generation) {
+            return Ok(());
+        }
+        if self.strikes(SiteFault::ImageUnread, READ_FAILS) {
+            return match anew {
+                true => Err(Closed::Unread),
+                // No other host can have it.
+                false => Ok(()),
+            };
+        }
+        let judged = self.claim_of_own((at, vm), generation, anew, |claim, file| match file {
+            Some(file) if file.is_let_go => claim.judge_let_go(),
+            file => claim.judge(file.and_then(|file| file.record.as_ref())),
+        });
+        let record = match judged {
+            Ok(record) => record,
+            Err(_) if self.plant.opens_any_image() => return Ok(()),
+            Err(_) => return Err(Closed::Judged),
+        };
+        let is_written = !self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS);
+        let own = self.own(at, vm);
+        if let Some(file) = own.files.image.as_mut() {
+            if is_written || file.record.is_none() {
+                own.due = Some(record.known());
+            }
+            if is_written {
+                file.record = Some(record);
+                file.is_let_go = false;
+                file.content.openings += u64::from(anew);
+            }
+        }
+        Ok(())
+    }
+
+    /// The VM is held under this generation, and its hypervisor has what came with it.
+    fn arrive(&mut self, at: MachineId, vm: VmId, generation: Generation) -> Result<(), Closed> {
+        let own = self.own(at, vm);
+        match &own.notes.arriving {
+            None => Ok(()),
+            Some(_) if own.is_here => Ok(()),
+            Some(arrival) if arrival.belongs_to(generation) => {
+                let migration = arrival.migration.clone();
+                let named = self.give_name(at, vm, &migration);
+                let own = self.own(at, vm);
+                own.is_here = named.is_ok();
+                if named.is_ok() {
+                    self.disk_case(DiskCase::Arrived);
+                } else if let Some(arrival) = &mut own.notes.arriving {
+                    arrival.ours = true;
+                }
+                named
+            }
+            Some(_) => Err(Closed::Missing),
+        }
+    }
+
+    /// The VM is held under this generation and has no hypervisor.
+    fn settle_copy(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        generation: Generation,
+    ) -> Result<(), Closed> {
+        let Some(arrival) = self.own(at, vm).notes.arriving.clone() else {
+            return Ok(());
+        };
+        match arrival.whole {
+            None => {
+                self.put_aside(at, vm);
+                Ok(())
+            }
+            Some(_) if arrival.belongs_to(generation) => {
+                let ours = |notes: &mut Notes| {
+                    if let Some(arrival) = &mut notes.arriving {
+                        arrival.ours = true;
+                    }
+                };
+                if !self.note_down(at, vm, ours) {
+                    return Err(Closed::Unread);
+                }
+                self.give_name(at, vm, &arrival.migration)?;
+                self.disk_case(DiskCase::Settled);
+                self.keep_name(at, vm);
+                Ok(())
+            }
+            // It is left beside: never seen here.
+            Some(_) => {
+                self.keep_name(at, vm);
+                Ok(())
+            }
+        }
+    }
+
+    /// Nothing is on its way any more, and the image has its name for good.
+    fn keep_name(&mut self, at: MachineId, vm: VmId) -> bool {
+        if let Some(file) = self.own(at, vm).files.image.as_mut() {
+            file.came_with = None;
+        }
+        self.note_down(at, vm, |notes| notes.arriving = None)
+    }
+
+    /// A file that is there is never replaced; nothing is done where a predecessor did it.
+    fn give_name(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        migration: &MigrationId,
+    ) -> Result<(), Closed> {
+        let files = &mut self.own(at, vm).files;
+        match (files.beside.contains_key(migration), &files.image) {
+            (false, Some(_)) => Ok(()),
+            (false, None) => Err(Closed::Missing),
+            (true, Some(_)) => Err(Closed::InUse),
+            (true, None) => {
+                files.image = files.beside.remove(migration).map(|file| File {
+                    came_with: Some(migration.clone()),
+                    ..file
+                });
+                Ok(())
+            }
+        }
+    }
+
+    /// While the guest runs: what came has its name for good, and what is known of the image is written down.
+    pub(crate) fn keep_what_came(&mut self, at: MachineId, vm: VmId) {
+        if self.own(at, vm).is_here {
+            if !self.keep_name(at, vm) {
+                return;
+            }
+            self.own(at, vm).is_here = false;
+        }
+        let own = self.own(at, vm);
+        let Some(known) = own.due.clone() else {
+            return;
+        };
+        if let Some(file) = own.files.image.as_mut() {
+            file.durable = file.content;
+            file.durable_record.clone_from(&file.record);
+        }
+        if self.note_down(at, vm, |notes| notes.known = Some(known)) {
+            self.own(at, vm).due = None;
+        }
+    }
+
+    /// What a new VM process does with the disks that it finds.
+    pub(crate) fn settle_own_disk(&mut self, at: MachineId, vm: VmId) {
+        if !self.goes_along(vm) {
+            return;
+        }
+        let own = self.own(at, vm);
+        own.due = None;
+        own.is_here = false;
+        let slot = &self.machines[at].slots[vm];
+        let may_run = slot.process.as_ref().map(|p| p.core.record().may_run());
+        // What fails is tried again by whoever needs the disk.
+        match (slot.qemu.is_some(), may_run.flatten()) {
+            (true, Some(generation)) => {
+                if self.arrive(at, vm, generation).is_ok() {
+                    self.keep_what_came(at, vm);
+                }
+            }
+            (false, Some(generation)) => drop(self.settle_copy(at, vm, generation)),
+            (true, None) => {}
+            (false, None) => self.clean_disk(at, vm),
+        }
+    }
+
+    /// Removes the image of a VM that did not come, and one that went along with a VM that is elsewhere. While a promise or a
+    /// gift stands nothing is removed.
+    pub(crate) fn clean_disk(&mut self, at: MachineId, vm: VmId) {
+        let process = self.machines[at].slots[vm].process.as_ref();
+        let Some(record) = process.filter(|_| self.goes_along(vm)) else {
+            return;
+        };
+        match &record.core.record().phase {
+            Phase::Moved { migration, .. } => {
+                let migration = migration.clone();
+                self.leave(at, vm, &migration);
+            }
+            Phase::Absent | Phase::Incoming { .. } | Phase::Refused { .. } => {
+                self.put_aside(at, vm);
+            }
+            Phase::Holds { .. }
+            | Phase::Stopping { .. }
+            | Phase::Gave { .. }
+            | Phase::Ready { .. } => {}
+        }
+    }
+
+    pub(crate) fn clean_disk_without_qemu(&mut self, at: MachineId, vm: VmId) {
+        if self.machines[at].slots[vm].qemu.is_none() {
+            self.clean_disk(at, vm);
+        }
+    }
+
+    /// A gift is durable: a planted fault removes the source's image now.
+    pub(crate) fn gave(&mut self, at: MachineId, vm: VmId) {
+        if !self.plant.removes_unconfirmed() || !self.goes_along(vm) {
+            return;
+        }
+        let process = self.machines[at].slots[vm].process.as_ref();
+        if let Some(Phase::Gave { migration, .. }) = process.map(|p| &p.core.record().phase) {
+            let migration = migration.clone();
+            self.leave(at, vm, &migration);
+        }
+    }
+
+    /// For a while nobody can: whoever looks again tries again.
+    fn cannot_remove(&mut self, at: MachineId, vm: VmId) -> bool {
+        if self.is_faulty && self.now < self.own(at, vm).stuck_until {
+            return true;
+        }
+        let fails = self.strikes(SiteFault::RemoveFails, REMOVE_FAILS);
+        if fails {
+            let until = self.now + 1000 + self.rng.below(25_000);
+            self.own(at, vm).stuck_until = until;
+        }
+        fails
+    }
+
+    /// What came with an earlier migration is removed.
+    fn put_aside(&mut self, at: MachineId, vm: VmId) {
+        let arrival = self.own(at, vm).notes.arriving.clone();
+        if arrival.as_ref().is_some_and(|arrival| arrival.ours) {
+            return;
+        }
+        if let Some(arrival) = arrival
+            && self
+                .own(at, vm)
+                .files
+                .beside
+                .contains_key(&arrival.migration)
+        {
+            let keeps = arrival.whole.is_some() && self.plant.uses_failed_copy();
+            if keeps || self.cannot_remove(at, vm) {
+                return;
+            }
+            let had = self.is_anywhere(vm);
+            self.own(at, vm).files.beside.remove(&arrival.migration);
+            self.must_be_anywhere(vm, had, at);
+            self.disk_case(match arrival.whole {
+                Some(_) => DiskCase::WholeRemoved,
+                None => DiskCase::PartRemoved,
+            });
+        }
+        self.own(at, vm).notes = Notes::default();
+    }
+
+    /// Another host holds the VM: the image that went along is no disk of it any more.
+    fn leave(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) {
+        let own = self.own(at, vm);
+        if own.notes.leaving.as_ref() != Some(migration) {
+            own.notes = Notes::default();
+            return;
+        }
+        let Some(file) = own.files.image.as_ref() else {
+            own.notes = Notes::default();
+            return;
+        };
+        let says = file.record.as_ref().map(ImageRecord::known);
+        let is_it = match (says, &own.notes.known) {
+            (Some(says), Some(known)) => {
+                (says.image, says.taken) == (known.image.clone(), known.taken)
+            }
+            _ => own.notes.image == Some(file.id),
+        };
+        if is_it {
+            if self.cannot_remove(at, vm) {
+                return;
+            }
+            let had = self.is_anywhere(vm);
+            self.own(at, vm).files.image = None;
+            self.must_be_anywhere(vm, had, at);
+            self.disk_case(DiskCase::FormerRemoved);
+        } else {
+            self.disk_case(DiskCase::FormerLeft);
+        }
+        self.own(at, vm).notes = Notes::default();
+    }
+
+    /// Power off: what was not durable may or may not be.
+    pub(crate) fn disk_loses_power(&mut self, at: MachineId, vm: VmId) {
+        if !self.goes_along(vm) {
+            return;
+        }
+        let (reached_disk, loses_name) = (self.rng.chance(300), self.rng.chance(500));
+        let own = self.own(at, vm);
+        own.due = None;
+        own.is_here = false;
+        let mut has_lost = false;
+        let files = &mut own.files;
+        for file in files.image.iter_mut().chain(files.beside.values_mut()) {
+            if reached_disk {
+                file.durable = file.content;
+                file.durable_record.clone_from(&file.record);
+            } else {
+                has_lost |= file.content != file.durable;
+                file.content = file.durable;
+                file.record.clone_from(&file.durable_record);
+            }
+        }
+        let came_with = files.image.as_mut().and_then(|file| file.came_with.take());
+        let undone = came_with.filter(|_| loses_name && !reached_disk);
+        let is_undone = undone.is_some();
+        if let Some(migration) = undone
+            && let Some(file) = files.image.take()
+        {
+            files.beside.insert(migration, file);
+        }
+        if has_lost {
+            self.disk_case(DiskCase::LostUnflushed);
+        }
+        if is_undone {
+            self.disk_case(DiskCase::NameLost);
+        }
+    }
+}
