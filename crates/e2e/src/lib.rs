@@ -7,7 +7,9 @@
 pub mod deaths;
 pub mod guests;
 pub mod host;
+pub mod obedient;
 pub mod pair;
+pub mod peers;
 pub mod person;
 pub mod relay;
 pub mod small_ram;

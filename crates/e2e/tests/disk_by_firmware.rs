@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_blockio::{Access, Image};
+use godwit_e2e::peers::qemu_10;
 use godwit_guestmem::RamFile;
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use godwit_testkit::qemu::{TestQemu, machine_args};
@@ -24,21 +25,16 @@ struct Version {
 }
 
 /// The distribution's QEMU, and version 10 where it is at hand.
-fn versions() -> Vec<Version> {
-    let mut found = vec![Version {
+fn versions() -> Result<Vec<Version>> {
+    let distribution = Version {
         program: "qemu-system-x86_64".into(),
         reconnect: "reconnect=1",
-    }];
-    let target = godwit_testkit::guest::linux::target_dir();
-    let ten = target.map(|dir| dir.join("peers/qemu-10.0/qemu-system-x86_64"));
-    match ten.ok().filter(|program| program.exists()) {
-        Some(program) => found.push(Version {
-            program,
-            reconnect: "reconnect-ms=50",
-        }),
-        None => println!("skipped for QEMU 10: it is not in target/peers"),
-    }
-    found
+    };
+    let ten = qemu_10()?.map(|at| Version {
+        program: at.join("qemu-system-x86_64"),
+        reconnect: "reconnect-ms=50",
+    });
+    Ok(std::iter::once(distribution).chain(ten).collect())
 }
 
 /// A guest that has booted from its disk.
@@ -157,7 +153,7 @@ fn serve(image: &Path, socket: &Path, ram: &Arc<RamFile>) -> Result<Disk> {
 
 #[test]
 fn a_guest_boots_from_its_disk_and_what_it_wrote_is_in_the_image() -> Result<()> {
-    for version in versions() {
+    for version in versions()? {
         let guest = Guest::boot(&version)?;
         guest.goes_on(200)?;
         guest.disk()?.hold(LONG)?;
@@ -168,7 +164,7 @@ fn a_guest_boots_from_its_disk_and_what_it_wrote_is_in_the_image() -> Result<()>
 
 #[test]
 fn a_disk_that_is_gone_and_comes_back_loses_no_request_of_the_firmware() -> Result<()> {
-    for version in versions() {
+    for version in versions()? {
         let mut guest = Guest::boot(&version)?;
         for _ in 0..5 {
             guest.goes_on(50)?;
@@ -184,7 +180,7 @@ fn a_disk_that_is_gone_and_comes_back_loses_no_request_of_the_firmware() -> Resu
 
 #[test]
 fn a_held_disk_lets_its_guest_be_stopped_at_once_and_goes_on_with_it() -> Result<()> {
-    for version in versions() {
+    for version in versions()? {
         let mut guest = Guest::boot(&version)?;
         guest.goes_on(10)?;
         for _ in 0..40 {
@@ -203,7 +199,7 @@ fn a_held_disk_lets_its_guest_be_stopped_at_once_and_goes_on_with_it() -> Result
 #[test]
 fn a_disk_that_comes_back_while_its_guest_is_stopped_is_there_again_once_qemu_has_connected()
 -> Result<()> {
-    for version in versions() {
+    for version in versions()? {
         let mut guest = Guest::boot(&version)?;
         for _ in 0..3 {
             guest.goes_on(10)?;

@@ -180,7 +180,7 @@ fn has(vm: &HostVm, words: &str) -> bool {
 
 #[test]
 fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room() -> Result<()> {
-    for (version, usr) in versions() {
+    for (version, usr) in versions()? {
         let small = Small::booted(usr.as_deref(), SOON)?;
         small.is_paused()?;
         let stuck = small.round()?;
@@ -204,7 +204,7 @@ fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
 
 #[test]
 fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() -> Result<()> {
-    for (version, usr) in versions() {
+    for (version, usr) in versions()? {
         for waits_for_pause in [false, true] {
             let patience = if waits_for_pause { SOON } else { NEVER };
             let small = Small::booted(usr.as_deref(), patience)?;

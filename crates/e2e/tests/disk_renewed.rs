@@ -74,7 +74,7 @@ impl Watch {
 
 #[test]
 fn a_vm_process_is_renewed_ten_times_and_qemu_stays_connected_to_its_disk() -> Result<()> {
-    for (version, usr) in versions() {
+    for (version, usr) in versions()? {
         let site = Site::booted_by(usr.as_deref())?;
         let (host, mut stalls) = (&site.pair.a, Vec::new());
         let (pid, starts) = (host.process_id(), host.starts());
@@ -109,7 +109,7 @@ fn a_vm_process_is_renewed_ten_times_and_qemu_stays_connected_to_its_disk() -> R
 
 #[test]
 fn a_vm_process_that_dies_while_it_is_renewed_loses_no_write_of_its_guest() -> Result<()> {
-    for (version, usr) in versions() {
+    for (version, usr) in versions()? {
         let site = Site::booted_by(usr.as_deref())?;
         let host = &site.pair.a;
         for point in ["renewal.handed", "renewal.begun", "renewal.taken"] {

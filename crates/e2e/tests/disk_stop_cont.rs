@@ -48,7 +48,7 @@ fn a_guest_that_is_stopped_twenty_times_a_second_loses_no_request() -> Result<()
 
 #[test]
 fn a_guest_of_qemu_10_that_is_stopped_twenty_times_a_second_loses_no_request() -> Result<()> {
-    match versions().into_iter().nth(1) {
+    match versions()?.into_iter().nth(1) {
         Some((version, usr)) => stopped_all_the_time(version, usr.as_deref()),
         None => Ok(()),
     }

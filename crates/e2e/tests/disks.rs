@@ -2,34 +2,190 @@
 
 mod booted;
 
-use anyhow::{Context as _, Result, ensure};
-use booted::{LONG, LOOK_EVERY, Site};
+use anyhow::{Context as _, Result, bail, ensure};
+use booted::{LONG, LOOK_EVERY, Site, versions};
 use godwit_e2e::guests::{disk, vm_with_disk};
-use godwit_types::host_api::VmRequest;
+use godwit_testkit::testvol;
+use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{DiskSpec, VmState};
+use serde_json::json;
 use std::fs::Permissions;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-#[test]
-fn a_vm_process_is_killed_ten_times_and_its_guest_loses_no_write() -> Result<()> {
-    let site = Site::booted()?;
-    let host = &site.pair.a;
-    for _ in 0..10 {
-        let pid = host.vm()?.vm_process_pid;
+/// Bytes of QEMU's in-flight area for each queue, and which of its words is how many entries it has.
+const AREA: usize = (16 + 16 * 1024_usize).next_multiple_of(64);
+const ENTRIES_AT: usize = 10;
+
+/// What QEMU knows of the disk while nobody serves it.
+#[derive(Debug)]
+struct Dead {
+    /// Requests that were taken out of the ring and not answered.
+    under_way: usize,
+    /// Entries of the largest ring.
+    ring: u64,
+}
+
+/// Kills the VM process and looks before its successor begins.
+fn killed(site: &Site) -> Result<Dead> {
+    let (host, deadline) = (&site.pair.a, Instant::now() + LONG);
+    let qemu = host.vm()?.qemu_pid.context("no QEMU")?;
+    site.pair.supervised.store(false, Ordering::SeqCst);
+    host.signal_kill()?;
+    while !host.has_died() {
+        ensure!(Instant::now() < deadline, "it does not die");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    let under_way = under_way(qemu)?;
+    let path = "/machine/peripheral/disk0/virtio-backend";
+    let asked = json!({"path": path, "queue": 0});
+    let told = site.ask_qemu("x-query-virtio-queue-status", asked)?;
+    let ring = told["vring-num"].as_u64().context("no size of a ring")?;
+    site.pair.supervised.store(true, Ordering::SeqCst);
+    Ok(Dead { under_way, ring })
+}
+
+/// Counts what is under way in the area that QEMU keeps for the next who serves the disk.
+fn under_way(qemu: i32) -> Result<usize> {
+    let descriptors = std::fs::read_dir(format!("/proc/{qemu}/fd"))?;
+    let paths = descriptors.flatten().map(|entry| entry.path());
+    let is_area = |path: &PathBuf| {
+        let name = std::fs::read_link(path).unwrap_or_default();
+        name.to_string_lossy().contains("godwit-inflight")
+    };
+    let area = paths
+        .into_iter()
+        .find(is_area)
+        .context("QEMU has no area")?;
+    let area = std::fs::read(area)?;
+    let queues = area.chunks_exact(AREA);
+    ensure!(
+        !area.is_empty() && queues.remainder().is_empty(),
+        "it has {} bytes",
+        area.len()
+    );
+    let mut count = 0;
+    for queue in queues {
+        ensure!(queue[ENTRIES_AT..ENTRIES_AT + 2] == 1024_u16.to_le_bytes());
+        let entries = queue[16..].chunks_exact(16).take(1024);
+        count += entries.filter(|entry| entry[0] != 0).count();
+    }
+    Ok(count)
+}
+
+fn is_taken_over(site: &Site, before: Option<i32>) -> Result<()> {
+    let (host, deadline) = (&site.pair.a, Instant::now() + LONG);
+    while host.vm().map_or(true, |vm| vm.vm_process_pid == before) {
+        ensure!(Instant::now() < deadline, "not taken over");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+/// Until some of the kills have met a request under way.
+fn is_killed_many_times(version: &str, usr: Option<&Path>) -> Result<()> {
+    const MOST: usize = 100;
+    let site = Site::booted_by(usr)?;
+    let (mut kills, mut met) = (0, 0);
+    while kills < 10 || met < 3 {
+        ensure!(kills < MOST, "{met} of {kills} met a request");
+        let pid = site.pair.a.vm()?.vm_process_pid;
         site.goes_on(20)?;
-        host.signal_kill()?;
-        let killed = Instant::now();
-        while host.vm().map_or(true, |vm| vm.vm_process_pid == pid) {
-            ensure!(killed.elapsed() < LONG, "not taken over");
-            std::thread::sleep(LOOK_EVERY);
-        }
+        let dead = killed(&site)?;
+        (kills, met) = (kills + 1, met + dead.under_way.min(1));
+        is_taken_over(&site, pid)?;
         site.goes_on(20)?;
     }
     site.ask(&VmRequest::Pause)?;
     let round = site.image_has_all()?;
-    println!("  {round} rounds");
+    println!("  QEMU {version}: {met} of {kills} kills met a request, {round} rounds");
     Ok(())
+}
+
+#[test]
+fn a_vm_process_is_killed_ten_times_and_its_guest_loses_no_write() -> Result<()> {
+    is_killed_many_times("7.2", None)
+}
+
+#[test]
+fn a_vm_process_under_qemu_10_is_killed_ten_times_and_its_guest_loses_no_write() -> Result<()> {
+    match versions()?.into_iter().nth(1) {
+        Some((version, usr)) => is_killed_many_times(version, usr.as_deref()),
+        None => Ok(()),
+    }
+}
+
+fn console(site: &Site) -> Result<String> {
+    match site.pair.a.ask(&VmRequest::Console)? {
+        VmAnswer::Console(text) => Ok(text),
+        other => bail!("{other:?}"),
+    }
+}
+
+/// Each of the guest's threads waits for its own request, and all of them have to come to their end.
+fn linux_loses_no_request(version: &str, usr: Option<&Path>, ring: u64) -> Result<()> {
+    const LOAD: (u32, u32) = (32, 30);
+    let work = |mounts: &OwnedFd| {
+        let site = Site::with_linux(usr, mounts, LOAD)?;
+        let met = linux_is_killed(&site, ring)?;
+        println!("  QEMU {version}: a ring of {ring}, the kills met {met:?} requests");
+        let several = met.iter().filter(|met| **met > 1).count();
+        ensure!(several >= 5, "{met:?}");
+        Ok(())
+    };
+    testvol::apart(work)?.unwrap_or(Ok(()))
+}
+
+/// Gives how many requests each kill met.
+fn linux_is_killed(site: &Site, ring: u64) -> Result<Vec<usize>> {
+    // A successor counts from 0, once it serves the disk.
+    let done = || -> Result<u64> {
+        let disk = site.pair.a.vm()?.disks.pop();
+        Ok(disk.map_or(0, |disk| disk.writes.requests))
+    };
+    let works = || -> Result<()> {
+        let (from, deadline) = (done()?, Instant::now() + LONG);
+        while done()? < from + 100 {
+            ensure!(Instant::now() < deadline, "{}", console(site)?);
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    };
+    let mut met = Vec::new();
+    for _ in 0..10 {
+        works()?;
+        let pid = site.pair.a.vm()?.vm_process_pid;
+        let dead = killed(site)?;
+        ensure!(dead.ring == ring, "{dead:?}");
+        met.push(dead.under_way);
+        is_taken_over(site, pid)?;
+    }
+    // It powers itself off once every thread has come to its end.
+    let (mut said, deadline) = (String::new(), Instant::now() + LONG);
+    while !said.contains("disk-load: ") && site.pair.a.state()? != VmState::Stopped {
+        ensure!(Instant::now() < deadline, "a request is lost: {said}");
+        std::thread::sleep(LOOK_EVERY);
+        said = console(site).unwrap_or(said);
+    }
+    ensure!(!said.contains("disk-load: failed"), "{said}");
+    Ok(met)
+}
+
+#[test]
+fn a_vm_process_is_killed_ten_times_and_linux_loses_no_request() -> Result<()> {
+    linux_loses_no_request("7.2", None, 256)
+}
+
+/// Its ring has 1,024 entries, since firmware has used the disk before.
+#[test]
+fn a_vm_process_under_qemu_10_is_killed_ten_times_and_linux_loses_no_request() -> Result<()> {
+    match versions()?.into_iter().nth(1) {
+        Some((version, usr)) => linux_loses_no_request(version, usr.as_deref(), 1024),
+        None => Ok(()),
+    }
 }
 
 #[test]

@@ -39,6 +39,24 @@ fn a_vm_moves_with_its_disk_to_a_host_that_has_nothing_of_it_and_back() -> Resul
 }
 
 #[test]
+fn a_vm_moves_with_two_disks_that_it_writes_to_and_back() -> Result<()> {
+    let site = Site::obedient(&["root", "data"])?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    for (from, to) in [(a, b), (b, a)] {
+        let report = site.pair.migrate(from, to, &Options::default())?;
+        println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
+        site.goes_on(to, 20)?;
+        site.is_whole(to)?;
+        site.has_nothing(from)?;
+        let images = site.images(to)?;
+        ensure!(images == ["data.raw", "root.raw"], "{images:?}");
+        let bytes = report.disk_bytes;
+        ensure!(bytes > 80 << 20 && report.disk_left_bytes == 0, "{bytes}");
+    }
+    Ok(())
+}
+
+#[test]
 fn a_vm_whose_disk_both_hosts_have_moves_its_memory_alone() -> Result<()> {
     let site = Site::shared()?;
     let (a, b) = (&site.pair.a, &site.pair.b);

@@ -1,73 +1,18 @@
 //! A VM that boots from its disk, as a person has it: made, paused, reset, kept from a second user of its image, moved with it.
 
 use anyhow::{Result, ensure};
+use godwit_e2e::stack::disks::{describe, disk, goes_on_at, image_has_all_at, make_image};
 use godwit_e2e::stack::{Plan, SOON, Stack, names};
-use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::time::{Duration, Instant};
-
-const LONG: Duration = Duration::from_secs(120);
-const LOOK_EVERY: Duration = Duration::from_millis(5);
-
-/// An image with a guest on it, for the common group of the host's QEMUs.
-fn make_image(stack: &Stack, name: &str) -> Result<String> {
-    let image = format!("/var/tmp/{name}.raw");
-    let mut content = boot_disk::sector()?;
-    content.resize(1 << 20, 0);
-    std::fs::write(stack.inside("a", &image)?, content)?;
-    for [program, word] in [["chgrp", "nogroup"], ["chmod", "660"]] {
-        let mut command = stack.machine("a")?.command(program);
-        ensure!(command.args([word, &image]).status()?.success());
-    }
-    Ok(image)
-}
-
-fn describe(stack: &Stack, vm: &str, lines: &str) -> Result<String> {
-    let text =
-        format!("name = \"{vm}\"\nvcpus = 2\nmemory_mib = 32\naccelerator = \"tcg\"\n{lines}");
-    stack.describe(vm, &text)
-}
-
-fn disk(image: &str) -> String {
-    format!("[[disk]]\nname = \"root\"\npath = \"{image}\"\n")
-}
-
-fn progress(stack: &Stack, vm: &str, host: &str) -> Result<Progress> {
-    let progress = boot_disk::progress(&File::open(stack.ram_file(vm, host)?)?)?;
-    ensure!(!progress.is_wrong, "the guest stopped at {progress:?}");
-    Ok(progress)
-}
 
 fn goes_on(stack: &Stack, vm: &str) -> Result<()> {
     goes_on_at(stack, vm, "a")
 }
 
-fn goes_on_at(stack: &Stack, vm: &str, host: &str) -> Result<()> {
-    let (from, deadline) = (progress(stack, vm, host)?.round, Instant::now() + LONG);
-    while progress(stack, vm, host)?.round < from + 10 {
-        ensure!(Instant::now() < deadline, "it stands still at round {from}");
-        std::thread::sleep(LOOK_EVERY);
-    }
-    Ok(())
-}
-
 /// What the guest wrote last is on the disk, but for the round that may be under way.
 fn image_has_all(stack: &Stack, vm: &str, image: &str) -> Result<()> {
     image_has_all_at(stack, vm, (image, "a"))
-}
-
-fn image_has_all_at(stack: &Stack, vm: &str, (image, host): (&str, &str)) -> Result<()> {
-    let (round, image) = (
-        progress(stack, vm, host)?.round,
-        File::open(stack.inside(host, image)?)?,
-    );
-    let missing = boot_disk::missing(&image, round)?;
-    ensure!(
-        missing.is_none(),
-        "of round {round}, {missing:?} is not on the disk"
-    );
-    Ok(())
 }
 
 /// VM one, which is on, is turned off and deleted; until then nobody starts another with its image.

@@ -2,6 +2,7 @@
 //! memory as it was, also when the controller is killed in the middle; the one that cannot runs on and is told why.
 
 use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::stack::disks::{describe, disk, goes_on_at, image_has_all_at, make_image};
 use godwit_e2e::stack::{Counter, HostPlan, LONG, Plan, SOON, Stack};
 use serde_json::Value;
 
@@ -31,6 +32,33 @@ fn a_host_is_emptied_although_the_controller_is_killed_in_the_middle() -> Result
     the_drain_survives_the_controller(&stack)?;
     the_live_view_answers_everywhere(&stack)?;
     the_host_takes_vms_again(&stack)
+}
+
+#[test]
+fn a_host_is_emptied_of_a_vm_whose_disk_only_it_has() -> Result<()> {
+    let stack = Stack::new("draindisks", &Plan::default())?;
+    let ok = |words: &[&str]| stack.ok("controller", words).map(drop);
+    let image = make_image(&stack, "root")?;
+    let there = stack.inside("b", &image)?;
+    ensure!(!there.exists(), "both hosts have it");
+    ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
+    ok(&["vm", "start", "one", "--on", "a"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["host", "drain", "a"])?;
+    let view = stack.json("controller", &["host", "drain", "a", "--status"])?;
+    let vm = step_of(&view, "one")?;
+    ensure!(vm["step"] == "moved" && vm["to"] == "b", "{view}");
+    stack.runs_on("one", "b")?;
+    stack.is_clean("one", "a")?;
+    stack.until("the image is gone where the VM was", SOON, || {
+        Ok(!stack.inside("a", &image)?.exists())
+    })?;
+    goes_on_at(&stack, "one", "b")?;
+    ok(&["vm", "pause", "one"])?;
+    image_has_all_at(&stack, "one", (&image, "b"))?;
+    ok(&["vm", "resume", "one"])?;
+    goes_on_at(&stack, "one", "b")?;
+    stack.remove("one")
 }
 
 fn a_prediction_says_what_cannot_be_kept(stack: &Stack) -> Result<()> {

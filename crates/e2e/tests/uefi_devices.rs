@@ -2,6 +2,7 @@
 
 use anyhow::{Result, ensure};
 use common::{Guest, Place, permit, soon};
+use godwit_e2e::peers::qemu_10;
 use godwit_qemu::command_line::{Flash, MachineConfig};
 use godwit_qemu::device_state::SaveNews;
 use godwit_qemu::uefi::Uefi;
@@ -76,12 +77,7 @@ fn flash_memory_goes_with_the_devices_and_is_written_when_the_guest_runs() -> Re
     std::fs::write(&kernel, uefi_program::program()?)?;
     let empty = uefi.empty_variables()?;
     let mut programs = vec![PathBuf::from("/usr/bin/qemu-system-x86_64")];
-    let ten = godwit_testkit::guest::linux::target_dir()?;
-    let ten = ten.join("peers/qemu-10.0/qemu-system-x86_64");
-    match ten.exists() {
-        true => programs.push(ten),
-        false => println!("skipped for QEMU 10: it is not in target/peers"),
-    }
+    programs.extend(qemu_10()?.map(|at| at.join("qemu-system-x86_64")));
     for program in programs {
         let files = [tempfile::tempfile()?, tempfile::tempfile()?];
         for file in &files {

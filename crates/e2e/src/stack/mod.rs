@@ -6,6 +6,7 @@
 //! JSON and where its files are. Refuses: to go on when something does not come about in the time given.
 
 mod commands;
+pub mod disks;
 mod guests;
 mod moves;
 pub mod site;

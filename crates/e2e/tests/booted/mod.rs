@@ -4,23 +4,44 @@
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::pair::Pair;
+use godwit_e2e::peers::qemu_10;
 use godwit_qemu::qmp::Client;
 use godwit_testkit::guest::boot_disk::{self, Progress};
+use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
+use godwit_testkit::testvol::Volume;
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::vm::Accelerator;
+use godwit_types::vm::{Accelerator, VmSpec};
 use std::fs::{File, Permissions};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 pub const LONG: Duration = Duration::from_secs(120);
 pub const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// How long slow storage takes for a request.
+const SLOW: Duration = Duration::from_millis(20);
 
 /// A host whose VM has booted from its disk.
 pub struct Site {
     pub pair: Pair,
     pub image: PathBuf,
+    /// What the image is on, where that is slow.
+    volume: Option<Volume>,
     _directory: tempfile::TempDir,
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        if let Some(volume) = &self.volume {
+            self.pair.supervised.store(false, Ordering::SeqCst);
+            self.pair.a.kill_process();
+            // Else its directory could not be removed.
+            let _ = Command::new("umount").arg("-l").arg(volume.at()).status();
+        }
+    }
 }
 
 impl Site {
@@ -30,6 +51,42 @@ impl Site {
 
     /// By the QEMU of this `/usr` instead of the distribution's.
     pub fn booted_by(usr: Option<&Path>) -> Result<Self> {
+        let mut content = boot_disk::sector()?;
+        content.resize(1 << 20, 0);
+        let site = Self::of_image(usr, None, &content, |_, _| Ok(()))?;
+        site.goes_on(10)?;
+        Ok(site)
+    }
+
+    /// With a Linux instead, which keeps so many requests of its disk under way for so long, each of which takes its storage a while.
+    pub fn with_linux(
+        usr: Option<&Path>,
+        mounts: &OwnedFd,
+        (depth, seconds): (u32, u32),
+    ) -> Result<Self> {
+        let linux = LinuxGuest::find(&target_dir()?)?;
+        Self::of_image(usr, Some(mounts), &[0; 16 << 20], |dir, spec| {
+            let copied = |from: &Path, name: &str| -> Result<String> {
+                let to = dir.join(name);
+                std::fs::copy(from, &to)?;
+                std::fs::set_permissions(&to, Permissions::from_mode(0o644))?;
+                Ok(to.to_str().context("a path")?.to_owned())
+            };
+            spec.kernel = copied(&linux.kernel, "vmlinuz")?;
+            spec.initramfs = Some(copied(&linux.initrd, "initrd")?);
+            let plain = command_line(&GuestNetwork::default());
+            spec.cmdline = format!("{plain} godwit.disk=4096,{depth},random,{seconds}");
+            spec.memory_mib = 256;
+            Ok(())
+        })
+    }
+
+    fn of_image(
+        usr: Option<&Path>,
+        slow: Option<&OwnedFd>,
+        content: &[u8],
+        change: impl FnOnce(&Path, &mut VmSpec) -> Result<()>,
+    ) -> Result<Self> {
         let pair = match usr {
             Some(usr) => Pair::with_programs(Accelerator::Tcg, usr)?,
             None => Pair::new(Accelerator::Tcg)?,
@@ -37,19 +94,26 @@ impl Site {
         // On a disk, and where QEMU's user comes to.
         let directory = tempfile::tempdir_in("/var/tmp")?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755))?;
-        let image = directory.path().join("root.raw");
-        let mut content = boot_disk::sector()?;
-        content.resize(1 << 20, 0);
+        let place = directory.path().join("images");
+        std::fs::create_dir(&place)?;
+        let volume = slow.map(|mounts| Volume::mount_direct(mounts.as_fd(), &place));
+        let volume = volume.transpose()?;
+        if let Some(volume) = &volume {
+            volume.change(|settings| settings.latency = SLOW);
+        }
+        std::fs::set_permissions(&place, Permissions::from_mode(0o777))?;
+        let image = place.join("root.raw");
         std::fs::write(&image, content)?;
         std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
-        pair.boot(&vm_with_disk(pair.dir(), &image, false)?)?;
-        let site = Self {
+        let mut spec = vm_with_disk(pair.dir(), &image, false)?;
+        change(pair.dir(), &mut spec)?;
+        pair.boot(&spec)?;
+        Ok(Self {
             pair,
             image,
+            volume,
             _directory: directory,
-        };
-        site.goes_on(10)?;
-        Ok(site)
+        })
     }
 
     pub fn progress(&self) -> Result<Progress> {
@@ -92,20 +156,25 @@ impl Site {
 }
 
 /// The distribution's QEMU, and the `/usr` of version 10 where that is at hand.
-pub fn versions() -> Vec<(&'static str, Option<PathBuf>)> {
-    let target = godwit_testkit::guest::linux::target_dir();
-    let usr = target.map(|target| target.join("peers/qemu-10.0/tree/usr"));
-    let ten = usr.ok().filter(|usr| usr.exists());
-    if ten.is_none() {
-        println!("skipped for QEMU 10: it is not in target/peers");
-    }
-    let ten = ten.map(|usr| ("10", Some(usr)));
-    std::iter::once(("7.2", None)).chain(ten).collect()
+pub fn versions() -> Result<Vec<(&'static str, Option<PathBuf>)>> {
+    let ten = qemu_10()?.map(|at| ("10", Some(at.join("tree/usr"))));
+    Ok(std::iter::once(("7.2", None)).chain(ten).collect())
 }
 
 impl Site {
     /// Says things to QEMU while no VM process lives: where there is one, it alone does.
     pub fn tell_qemu(&self, commands: &[&str]) -> Result<()> {
+        let none = serde_json::json!({});
+        let mut told = commands.iter();
+        told.try_for_each(|command| self.ask_qemu(command, none.clone()).map(drop))
+    }
+
+    /// Asks QEMU as [`Self::tell_qemu`] tells it.
+    pub fn ask_qemu(
+        &self,
+        command: &str,
+        arguments: serde_json::Value,
+    ) -> Result<serde_json::Value> {
         let host = &self.pair.a;
         let ram = host.ram_file()?;
         let launch = ram
@@ -116,9 +185,6 @@ impl Site {
         let monitor = host.run_dir().join("qemu").join(format!("{launch}-1.qmp"));
         let deadline = Instant::now() + LONG;
         let client = Client::connect(&monitor, deadline)?;
-        for command in commands {
-            client.execute(command, serde_json::json!({}), deadline)?;
-        }
-        Ok(())
+        Ok(client.execute(command, arguments, deadline)?)
     }
 }

@@ -3,7 +3,8 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::Host;
-use godwit_e2e::guests::vm_with_disk;
+use godwit_e2e::guests::{disk, vm_with_disk};
+use godwit_e2e::obedient;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use godwit_types::MigrationId;
@@ -13,6 +14,9 @@ use godwit_types::vm::Accelerator;
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub const LONG: Duration = Duration::from_secs(120);
@@ -25,8 +29,8 @@ pub struct Site {
     pub pair: Pair,
     /// What the host's processes find at the image's path.
     pub path: PathBuf,
-    /// What the guest does not write.
-    tail: Vec<u8>,
+    /// The same of the disks beside the first.
+    others: Vec<PathBuf>,
     _directory: tempfile::TempDir,
 }
 
@@ -56,24 +60,56 @@ impl Site {
         pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
         shared: bool,
     ) -> Result<Self> {
+        Self::of_disks(pair, shared, &["root"], &boot_disk::sector()?)
+    }
+
+    /// A guest that does what it is told to ([`obedient`]), with these disks, on hosts which share nothing.
+    pub fn obedient(disks: &[&str]) -> Result<Self> {
+        Self::obedient_of(Pair::apart, disks)
+    }
+
+    /// The same on these hosts.
+    pub fn obedient_of(
+        pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
+        disks: &[&str],
+    ) -> Result<Self> {
+        Self::of_disks(pair, false, disks, &obedient::sector(disks.len() as u8)?)
+    }
+
+    fn of_disks(
+        pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
+        shared: bool,
+        disks: &[&str],
+        sector: &[u8],
+    ) -> Result<Self> {
         // On a disk, and where QEMU's user comes to.
         let directory = tempfile::tempdir_in("/var/tmp")?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755))?;
         let pair = pair(Accelerator::Tcg, directory.path())?;
-        let path = directory.path().join("images/root.raw");
-        let image = own(&pair.a, &path);
-        let file = File::create(&image)?;
-        file.set_len(BYTES)?;
-        file.write_all_at(&boot_disk::sector()?, 0)?;
-        let tail: Vec<u8> = (0..HOLE - 8192).map(|at| (at / 509 % 251) as u8).collect();
-        file.write_all_at(&tail, 8192)?;
-        file.write_all_at(&[7; 512], BYTES - 512)?;
-        std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
-        pair.boot(&vm_with_disk(pair.dir(), &path, shared)?)?;
+        let place = |name: &&str| directory.path().join(format!("images/{name}.raw"));
+        let mut paths: Vec<PathBuf> = disks.iter().map(place).collect();
+        for (number, path) in paths.iter().enumerate() {
+            let image = own(&pair.a, path);
+            let file = File::create(&image)?;
+            file.set_len(BYTES)?;
+            if number == 0 {
+                file.write_all_at(sector, 0)?;
+            }
+            file.write_all_at(&tail(number), 8192)?;
+            file.write_all_at(&[7; 512], BYTES - 512)?;
+            std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
+        }
+        let mut spec = vm_with_disk(pair.dir(), paths.first().context("a disk")?, shared)?;
+        for (name, path) in disks.iter().zip(&paths).skip(1) {
+            spec.disks.push(disk(name, path, shared)?);
+        }
+        spec.check()?;
+        pair.boot(&spec)?;
+        let others = paths.split_off(1);
         let site = Self {
             pair,
-            path,
-            tail,
+            path: paths.pop().context("a disk")?,
+            others,
             _directory: directory,
         };
         site.goes_on(&site.pair.a, 10)?;
@@ -89,27 +125,39 @@ impl Site {
         Ok(())
     }
 
-    /// The image has all that the guest wrote there last, and all that was there before.
+    /// Each image has all that the guest wrote there last, and all that was there before.
     pub fn is_whole(&self, host: &Host) -> Result<()> {
         match host.ask(&VmRequest::Pause)? {
             VmAnswer::Done(_) => {}
             other => anyhow::bail!("{other:?}"),
         }
-        let image = File::open(own(host, &self.path))?;
-        let round = progress(host)?.round;
-        let missing = boot_disk::missing(&image, round)?;
-        ensure!(
-            missing.is_none(),
-            "of round {round}, {missing:?} is missing"
-        );
-        let mut found = vec![0; self.tail.len()];
-        image.read_exact_at(&mut found, 8192)?;
-        ensure!(found == self.tail, "what the guest did not write differs");
-        let mut last = [0; 512];
-        image.read_exact_at(&mut last, BYTES - 512)?;
-        ensure!(last == [7; 512], "the last block differs");
+        self.has_all(host, progress(host)?.round)?;
         host.ask(&VmRequest::Resume)?;
         self.goes_on(host, 5)
+    }
+
+    /// The images on a host have that of a guest which stands still after this round.
+    pub fn has_all(&self, host: &Host, round: u32) -> Result<()> {
+        let images = std::iter::once(&self.path).chain(&self.others);
+        for (number, path) in images.enumerate() {
+            let (image, name) = (File::open(own(host, path))?, path.display());
+            let missing = boot_disk::missing(&image, round)?;
+            ensure!(
+                missing.is_none(),
+                "of round {round}, {missing:?} is missing in {name}"
+            );
+            let tail = tail(number);
+            let mut found = vec![0; tail.len()];
+            image.read_exact_at(&mut found, 8192)?;
+            ensure!(
+                found == tail,
+                "what the guest did not write differs in {name}"
+            );
+            let mut last = [0; 512];
+            image.read_exact_at(&mut last, BYTES - 512)?;
+            ensure!(last == [7; 512], "the last block of {name} differs");
+        }
+        Ok(())
     }
 
     /// Files in the directory where a host has its images.
@@ -170,6 +218,12 @@ impl Site {
     }
 }
 
+/// What the guest does not write of its first disk, its second one and so on.
+fn tail(number: usize) -> Vec<u8> {
+    let byte = |at: u64| ((at / 509 + 83 * number as u64) % 251) as u8;
+    (0..HOLE - 8192).map(byte).collect()
+}
+
 /// The host's process is one that dies at this point.
 pub fn dies_at(host: &Host, point: &'static str) -> Result<()> {
     does_at(host, point, "kill")
@@ -209,4 +263,50 @@ pub fn progress(host: &Host) -> Result<Progress> {
     let progress = boot_disk::progress(&File::open(host.ram_file()?)?)?;
     ensure!(!progress.is_wrong, "the guest stopped at {progress:?}");
     Ok(progress)
+}
+
+/// The longest that somebody who asks QEMU may wait.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+
+/// Asks a host's QEMU something all the while.
+pub struct Answering {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<(u32, Duration)>,
+}
+
+impl Answering {
+    /// Has an answer when it returns.
+    pub fn of(host: &Arc<Host>) -> Result<Self> {
+        let (host, stop) = (Arc::clone(host), Arc::new(AtomicBool::new(false)));
+        let is_over = Arc::clone(&stop);
+        let asks = move || {
+            let asked = Instant::now();
+            // A guest that is off has no QEMU, which is said at once, too.
+            let answer = host.ask(&VmRequest::Blockers);
+            (asked.elapsed(), answer)
+        };
+        let (mut longest, first) = asks();
+        let mut answers = 1;
+        ensure!(matches!(first, Ok(VmAnswer::Blockers(_))), "{first:?}");
+        let thread = std::thread::spawn(move || {
+            while !is_over.load(Ordering::SeqCst) {
+                let (took, answer) = asks();
+                longest = longest.max(took);
+                answers += u32::from(matches!(answer, Ok(VmAnswer::Blockers(_))));
+                std::thread::sleep(LOOK_EVERY);
+            }
+            (answers, longest)
+        });
+        Ok(Self { stop, thread })
+    }
+
+    /// QEMU answered each time, and soon.
+    pub fn end(self) -> Result<()> {
+        self.stop.store(true, Ordering::SeqCst);
+        let ended = self.thread.join();
+        let (answers, longest) = ended.map_err(|_| anyhow::anyhow!("nobody asked"))?;
+        println!("  QEMU answered {answers} times, within {longest:.1?}");
+        ensure!(longest < ANSWERS_WITHIN, "QEMU answered after {longest:?}");
+        Ok(())
+    }
 }

@@ -1,0 +1,326 @@
+//! Storage to which a disk is copied fails, is full or hangs in the middle: its guest never notices, and nothing is left there.
+
+mod disk_site;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use disk_site::{Answering, LONG, LOOK_EVERY, Site, progress};
+use godwit_e2e::host::kill_qemus_on;
+use godwit_e2e::obedient::{Deed, order};
+use godwit_e2e::pair::{Options, Pair};
+use godwit_testkit::testvol::{self, Settings, Volume};
+use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskPlace};
+use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::migration::Outcome;
+use godwit_types::vm::Accelerator;
+use std::fs::{File, Permissions};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A guest that nobody holds back comes a round further within this time, however busy the machine is. A destination that hangs may hold
+/// its writes back for a second.
+const GUEST_WAITS: Duration = Duration::from_secs(3);
+
+/// What becomes of the storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Fails,
+    IsFull,
+}
+
+/// Hosts, on whose storage a volume is mounted for what comes.
+struct Fragile {
+    site: Site,
+    volume: Volume,
+}
+
+impl Fragile {
+    /// The volume is what host `b` has its images on.
+    fn of_hosts(mounts: &OwnedFd) -> Result<Self> {
+        Self::made(mounts, "b", |accelerator, dir| {
+            Pair::apart(accelerator, dir)
+        })
+    }
+
+    /// The volume is a second place for images of host `a`.
+    fn of_places(mounts: &OwnedFd) -> Result<Self> {
+        Self::made(mounts, "second", |accelerator, dir| {
+            for name in ["images", "second"] {
+                std::fs::create_dir(dir.join(name))?;
+                let all = Permissions::from_mode(0o777);
+                std::fs::set_permissions(dir.join(name), all)?;
+            }
+            Pair::new(accelerator)
+        })
+    }
+
+    fn made(
+        mounts: &OwnedFd,
+        name: &str,
+        pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
+    ) -> Result<Self> {
+        let mut volume = None;
+        let pair = |accelerator, dir: &Path| {
+            let pair = pair(accelerator, dir)?;
+            let at = dir.join(name);
+            volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
+            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
+            Ok(pair)
+        };
+        let site = Site::obedient_of(pair, &["root"])?;
+        let volume = volume.context("a volume")?;
+        Ok(Self { site, volume })
+    }
+
+    fn breaks(&self, fault: Fault) {
+        match fault {
+            Fault::Fails => self.volume.change(|settings| settings.fails.writes = true),
+            Fault::IsFull => self.volume.fill(),
+        }
+    }
+
+    fn is_mended(&self) {
+        self.volume
+            .change(|settings| *settings = Settings::default());
+    }
+
+    /// Waits until no file is on the volume.
+    fn is_empty(&self) -> Result<()> {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let files = std::fs::read_dir(self.volume.at())?;
+            let files: Vec<_> = files.flatten().map(|entry| entry.path()).collect();
+            if files.is_empty() {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "{files:?} are left");
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+impl Drop for Fragile {
+    fn drop(&mut self) {
+        self.is_mended();
+        let pair = &self.site.pair;
+        pair.supervised.store(false, Ordering::SeqCst);
+        for host in [&pair.a, &pair.b] {
+            host.kill_process();
+            kill_qemus_on(host.ram_dir());
+        }
+        // Else its directory could not be removed.
+        let at = self.volume.at();
+        let _ = Command::new("umount").arg("-l").arg(at).status();
+    }
+}
+
+/// Looks at a guest all the while: how long its writes wait.
+struct Watched {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<Duration>>,
+}
+
+impl Watched {
+    fn on_its_source(site: &Site) -> Result<Self> {
+        let (ram, stop) = (
+            File::open(site.pair.a.ram_file()?)?,
+            Arc::new(AtomicBool::new(false)),
+        );
+        let is_over = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut longest = Duration::ZERO;
+            let (mut round, mut since) = (0, Instant::now());
+            while !is_over.load(Ordering::SeqCst) {
+                let progress = godwit_testkit::guest::boot_disk::progress(&ram)?;
+                ensure!(!progress.is_wrong, "the guest got an error: {progress:?}");
+                longest = longest.max(since.elapsed());
+                if progress.round != round {
+                    (round, since) = (progress.round, Instant::now());
+                }
+                std::thread::sleep(LOOK_EVERY);
+            }
+            Ok(longest)
+        });
+        Ok(Self { stop, thread })
+    }
+
+    fn noticed_nothing(self) -> Result<()> {
+        self.stop.store(true, Ordering::SeqCst);
+        let ended = self.thread.join();
+        let longest = ended.map_err(|_| anyhow::anyhow!("nobody looked"))??;
+        println!("  a round took {longest:.1?} at most");
+        ensure!(longest < GUEST_WAITS, "it waited for {longest:?}");
+        Ok(())
+    }
+}
+
+fn apart(work: impl FnOnce(&OwnedFd) -> Result<()> + Send) -> Result<()> {
+    testvol::apart(work)?.unwrap_or(Ok(()))
+}
+
+fn a_migration_ends(fault: Fault, why: &str) -> Result<()> {
+    apart(|mounts| {
+        let fragile = Fragile::of_hosts(mounts)?;
+        let site = &fragile.site;
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        let id = site.pair.begin(a, b, &site.slowly())?;
+        site.is_half_way(&id)?;
+        let (watched, answering) = (Watched::on_its_source(site)?, Answering::of(a)?);
+        fragile.breaks(fault);
+        let reason = site.ends(&id, Outcome::Failed)?.reason;
+        let reason = reason.context("no reason")?;
+        println!("  {reason}");
+        let told = ["host b", "root.raw", why];
+        ensure!(told.iter().all(|word| reason.contains(word)), "{reason}");
+        site.goes_on(a, 50)?;
+        watched.noticed_nothing()?;
+        answering.end()?;
+        if fault == Fault::Fails {
+            // Nothing can be removed before.
+            fragile.is_mended();
+        }
+        fragile.is_empty()?;
+        site.is_whole(a)?;
+        fragile.is_mended();
+        site.pair.migrate(a, b, &Options::default())?;
+        site.goes_on(b, 20)?;
+        site.is_whole(b)?;
+        site.has_nothing(a)
+    })
+}
+
+#[test]
+fn a_migration_whose_destination_s_storage_fails_ends_and_its_guest_goes_on() -> Result<()> {
+    a_migration_ends(Fault::Fails, "Input/output error")
+}
+
+#[test]
+fn a_migration_whose_destination_s_storage_is_full_ends_and_its_guest_goes_on() -> Result<()> {
+    a_migration_ends(Fault::IsFull, "No space left")
+}
+
+fn begin(site: &Site, to: &Path, cap: Option<u64>) -> Result<()> {
+    let place = DiskPlace {
+        disk: "root".into(),
+        path: to.to_str().context("a path")?.into(),
+        shared: false,
+        max_bandwidth_mbit_per_s: cap,
+    };
+    let places = vec![place];
+    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
+        VmAnswer::DiskMoves(_) => Ok(()),
+        other => bail!("{other:?}"),
+    }
+}
+
+/// Waits until the move is as it should be.
+fn until(site: &Site, is_so: impl Fn(&DiskMove) -> bool) -> Result<DiskMove> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
+            bail!("no moves");
+        };
+        let disk = moves.disks.into_iter().next().context("no move")?;
+        if is_so(&disk) {
+            return Ok(disk);
+        }
+        ensure!(Instant::now() < deadline && disk.is_under_way(), "{disk:?}");
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
+    apart(|mounts| {
+        let mut fragile = Fragile::of_places(mounts)?;
+        let to: PathBuf = fragile.volume.at().join("root.raw");
+        let site = &fragile.site;
+        let a = &site.pair.a;
+        begin(site, &to, Some(80))?;
+        until(site, |disk| {
+            disk.left_bytes > 0 && disk.left_bytes + (4 << 20) < disk.total_bytes
+        })?;
+        let (watched, answering) = (Watched::on_its_source(site)?, Answering::of(a)?);
+        fragile.breaks(fault);
+        let ended = until(site, |disk| !disk.is_under_way())?;
+        ensure!(ended.state == DiskMoveState::Failed, "{ended:?}");
+        let reason = ended.why.context("no reason")?;
+        println!("  {reason}");
+        ensure!(reason.contains(why), "{reason}");
+        site.goes_on(a, 50)?;
+        watched.noticed_nothing()?;
+        answering.end()?;
+        if fault == Fault::Fails {
+            fragile.is_mended();
+        }
+        fragile.is_empty()?;
+        site.is_whole(a)?;
+        fragile.is_mended();
+        begin(site, &to, None)?;
+        let moved = until(site, |disk| !disk.is_under_way())?;
+        ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
+        fragile.site.path = to;
+        fragile.site.goes_on(&fragile.site.pair.a, 20)?;
+        fragile.site.is_whole(&fragile.site.pair.a)
+    })
+}
+
+#[test]
+fn a_move_to_storage_that_fails_ends_and_its_guest_goes_on() -> Result<()> {
+    a_move_ends(Fault::Fails, "Input/output error")
+}
+
+#[test]
+fn a_move_to_storage_that_is_full_ends_and_its_guest_goes_on() -> Result<()> {
+    a_move_ends(Fault::IsFull, "No space left")
+}
+
+/// A reset waits for the disk's requests, and they for the destination: not for long.
+fn is_reset_while_it_hangs(reset: impl FnOnce(&Site) -> Result<()> + Send) -> Result<()> {
+    apart(|mounts| {
+        let fragile = Fragile::of_hosts(mounts)?;
+        let site = &fragile.site;
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        site.goes_on(a, 100)?;
+        let id = site.pair.begin(a, b, &site.slowly())?;
+        site.is_half_way(&id)?;
+        let answering = Answering::of(a)?;
+        fragile.volume.change(|settings| settings.hangs = true);
+        fragile.volume.wait_held(1, LONG)?;
+        let before = progress(a)?.round;
+        reset(site)?;
+        let deadline = Instant::now() + LONG;
+        while progress(a)?.round >= before {
+            ensure!(Instant::now() < deadline, "it does not begin anew");
+            std::thread::sleep(LOOK_EVERY);
+        }
+        site.goes_on(a, 20)?;
+        answering.end()?;
+        fragile.is_mended();
+        site.ends(&id, Outcome::Completed)?;
+        site.goes_on(b, 20)?;
+        site.is_whole(b)?;
+        site.has_nothing(a)
+    })
+}
+
+#[test]
+fn a_guest_that_resets_itself_while_the_destination_hangs_begins_anew_at_once() -> Result<()> {
+    is_reset_while_it_hangs(|site| order(&site.pair.a.ram_file()?, Deed::Reset))
+}
+
+#[test]
+fn a_guest_that_is_reset_while_the_destination_hangs_begins_anew_at_once() -> Result<()> {
+    is_reset_while_it_hangs(|site| {
+        let asked = Instant::now();
+        let reset = site.pair.a.ask(&VmRequest::Reset)?;
+        ensure!(matches!(reset, VmAnswer::Done(_)), "{reset:?}");
+        let took = asked.elapsed();
+        ensure!(took < Duration::from_secs(2), "it took {took:?}");
+        Ok(())
+    })
+}
