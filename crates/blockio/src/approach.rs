@@ -74,7 +74,7 @@ pub struct Progress {
     pub left: u64,
     /// How long the rest will take at the present speed.
     pub eta_s: Option<f64>,
-    /// Whether so little is under way that the disk can stand still for it.
+    /// Whether so little is under way, or both have been equal for so long, that it is worth binding the second image.
     pub is_close: bool,
 }
 

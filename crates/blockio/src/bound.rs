@@ -27,14 +27,21 @@ impl<'a> Bound<'a> {
         second.course().bind();
         let stays = false;
         let bound = Self { second, stays };
-        // What was given of the copying counts as copied, and may still be under way.
-        while !second.course().is_bound() || second.copied_bytes() > 0 {
+        // What was given before may still be under way: of the copying, which counts as copied, or of the guest's, which was answered when
+        // nobody waited for this image.
+        let mut last = None;
+        loop {
+            if last.is_none() && second.course().is_bound() {
+                last = Some(second.last_given());
+            }
+            if last.is_some_and(|last| second.has_done(last)) {
+                return bound.is_equal().then_some(bound);
+            }
             if Instant::now() >= until {
                 return None;
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        bound.is_equal().then_some(bound)
     }
 
     /// Makes durable what it was given before, and looks at something on its storage, within this limit: storage may hang. Nothing
@@ -47,9 +54,9 @@ impl<'a> Bound<'a> {
         self.second.sync_within(limit, look)
     }
 
-    /// Whether both images are equal but for what is under way, and none has failed.
+    /// Whether both images have been equal since it is bound, but for what is under way, and none has failed.
     pub fn is_equal(&self) -> bool {
-        self.second.course().is_bound() && self.second.course().is_synchronised()
+        self.second.course().is_bound_and_equal()
     }
 
     /// It is written down as the disk, or may be: it stays bound when this value is dropped.
@@ -62,7 +69,7 @@ impl<'a> Bound<'a> {
         self.stays = false;
     }
 
-    /// For a disk that is to stand still in a moment: lets the guest have little under way until there is no more than that.
+    /// For a disk that is to stand still in a moment: waits, not for long, until little of the guest's is under way.
     pub fn come_close(&self) {
         self.second.come_close();
     }

@@ -21,7 +21,7 @@ use crate::filters::{Change, Course, Origin, Outlet};
 use crate::under_way::{Content, THREADS, Task, UnderWay};
 use crate::{Arriving, Error, Image};
 
-/// What is under way is worth a moment in which the guest's requests wait if it is no more than so many bytes.
+/// A second image can soon be bound if no more bytes are under way.
 const CLOSE_BYTES: u64 = 512 << 10;
 /// A disk that is to stand still waits so long at most until little is under way.
 const END_WAIT: Duration = Duration::from_millis(200);
@@ -99,7 +99,7 @@ impl SecondImage {
         self.0.lock().bytes()
     }
 
-    /// Whether so little is under way that the disk can stand still for it.
+    /// Whether so little is under way that it is worth binding it.
     pub(crate) fn is_close(&self) -> bool {
         self.under_way_bytes() <= CLOSE_BYTES
     }
@@ -109,8 +109,8 @@ impl SecondImage {
         &self.0.course
     }
 
-    /// Lets the guest have little under way until there is no more than that, so that the wait is before its disk stands still, where
-    /// only writes wait. For as long as that is worth it.
+    /// Lets no more than little of the guest's be under way, and waits until that is so, at most [`END_WAIT`]: what waits for room waits before
+    /// the disk stands still, and reads go on.
     pub(crate) fn come_close(&self) {
         let until = Instant::now() + END_WAIT;
         self.0.lock().end_soon(true);
@@ -121,9 +121,14 @@ impl SecondImage {
         self.0.lock().end_soon(false);
     }
 
-    /// Bytes that are copied and still to be written.
-    pub(crate) fn copied_bytes(&self) -> u64 {
-        self.0.lock().copied_bytes()
+    /// Number of the change that was given last.
+    pub(crate) fn last_given(&self) -> u64 {
+        self.0.lock().last_given()
+    }
+
+    /// Whether nothing that was given up to this one is under way.
+    pub(crate) fn has_done(&self, last: u64) -> bool {
+        self.0.lock().is_done_to(last)
     }
 
     pub(crate) fn sync_within<R: Send + 'static>(

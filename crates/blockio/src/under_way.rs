@@ -18,7 +18,7 @@ const GUEST_BYTES_MAX: u64 = 2 << 20;
 /// and how many of them, which is twice what the storage has at the same time.
 const GUEST_CHANGES_MAX: usize = 2 * THREADS;
 /// Bytes of what is copied that may be under way: as many as the storage writes in a moment, between these bounds,
-const COPY_BYTES: Range<u64> = 256 << 10..16 << 20;
+const COPY_BYTES: Range<u64> = 256 << 10..COPY_PIECES * REGION;
 /// and in so many pieces, no more at a time. Storage that serves all requests alike would else leave little to one large piece that is copied
 /// beside many small writes of the guest, and a guest that writes all the while would have no end of it.
 const COPY_PIECES: u64 = 16;
@@ -133,7 +133,7 @@ impl UnderWay {
         }
         let regions = self.room(Origin::Copy).div_ceil(REGION);
         let pieces = COPY_PIECES.saturating_sub(self.pieces);
-        let of_a_region = (REGION * COPY_PIECES / self.copy_room).max(1);
+        let of_a_region = REGION * COPY_PIECES / self.copy_room;
         let regions = regions.min(pieces.div_ceil(of_a_region));
         usize::try_from(regions).unwrap_or(usize::MAX)
     }
@@ -309,9 +309,14 @@ impl UnderWay {
         std::mem::take(&mut self.flushes)
     }
 
-    /// Bytes that are copied and not written yet.
-    pub fn copied_bytes(&self) -> u64 {
-        self.bytes[Origin::Copy as usize]
+    /// Number of the change that was given last.
+    pub fn last_given(&self) -> u64 {
+        self.count
+    }
+
+    /// Whether nothing that was given up to this one is under way.
+    pub fn is_done_to(&self, last: u64) -> bool {
+        self.oldest().is_none_or(|oldest| oldest > last)
     }
 
     /// Less is copied at once where storage takes long for it: a guest's writes wait in the same queue of the storage.
@@ -403,7 +408,7 @@ mod tests {
     /// However much storage takes: what it serves alike would else leave a guest little.
     #[test]
     fn no_more_than_sixteen_pieces_of_what_is_copied_are_under_way() {
-        for (copy_room, regions) in [(16 << 20, 16), (2 << 20, 8), (256 << 10, 1)] {
+        for (copy_room, regions) in [(COPY_BYTES.end, 16), (2 << 20, 8), (256 << 10, 1)] {
             let mut state = UnderWay {
                 copy_room,
                 ..UnderWay::default()
@@ -415,6 +420,7 @@ mod tests {
                 given += 1;
             }
             assert_eq!((given, state.pieces), (regions, COPY_PIECES));
+            assert!(state.is_behind(), "what takes the copy is what holds it up");
             let (task, _) = state.begin(Origin::Copy).unwrap();
             state.has_done(&task, true);
             assert_eq!(state.pieces, COPY_PIECES - 1);
@@ -425,18 +431,19 @@ mod tests {
     fn what_is_under_way_follows_what_storage_takes_for_it_once_for_what_was_given_since() {
         let mut state = UnderWay {
             count: 16,
+            copy_room: 1 << 20,
             ..UnderWay::default()
         };
         state.adapt(1, 10 * MS);
-        assert_eq!(state.copy_room, 4 << 20);
+        assert_eq!(state.copy_room, 2 << 20);
         // Those that were given before tell nothing of it: a burst of quick ends must not let in what takes seconds.
         (2..=16).for_each(|number| state.adapt(number, 10 * MS));
-        assert_eq!(state.copy_room, 4 << 20);
+        assert_eq!(state.copy_room, 2 << 20);
         state.count = 40;
         state.adapt(17, 300 * MS);
-        assert_eq!(state.copy_room, 4 << 20);
+        assert_eq!(state.copy_room, 2 << 20);
         state.adapt(18, 1600 * MS);
-        assert_eq!(state.copy_room, 1 << 20);
+        assert_eq!(state.copy_room, 512 << 10);
         state.count = 60;
         state.adapt(41, Duration::from_secs(60));
         assert_eq!(state.copy_room, COPY_BYTES.start);

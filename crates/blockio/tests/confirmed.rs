@@ -4,9 +4,9 @@
 mod common;
 
 use common::{request_of, volume, write_of};
-use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
+use godwit_blockio::filters::{Change, Course, Fault, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Data, Engine, Image, Outcome, SecondImage, Stack, Work, switch_over,
+    Access, Arriving, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work, switch_over,
 };
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -14,6 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const BYTES: u64 = 4 << 20;
+/// The token of a write that is to fail.
+const FAILS: u64 = 99;
 const LONG: Duration = Duration::from_secs(60);
 
 /// What the destination has been given of the guest's: the test carries it out.
@@ -22,6 +24,8 @@ struct Given {
     writes: Vec<(u64, Range<u64>, Change)>,
     flushes: Vec<u64>,
     ended: Vec<u64>,
+    /// Changes of the copying.
+    copied: u64,
 }
 
 struct ByHand {
@@ -44,6 +48,7 @@ impl Outlet for ByHand {
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
         assert_eq!(origin, Origin::Copy);
         self.count += 1;
+        self.given.lock().unwrap().copied += 1;
         apply(&self.to, self.count, &range, &change);
     }
 
@@ -84,6 +89,7 @@ struct Site {
     course: Course,
     given: Arc<Mutex<Given>>,
     bell: OwnedFd,
+    source: Fault,
     _volumes: [common::Volume; 2],
 }
 
@@ -102,7 +108,9 @@ impl Site {
         };
         let mirroring = Mirroring::new(BYTES, Box::new(outlet), &course);
         let engine = Engine::new(open(&from.path)).unwrap();
-        let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+        let source = Fault::default();
+        let filters: Vec<Box<dyn Filter>> = vec![Box::new(mirroring), Box::new(source.clone())];
+        let mut stack = Stack::new(filters, engine);
         course.begin(std::iter::once(0..BYTES));
         while !course.is_synchronised() {
             stack.turn(None, &mut Vec::new()).unwrap();
@@ -112,6 +120,7 @@ impl Site {
             course,
             given,
             bell,
+            source,
             _volumes: [from, to],
         }
     }
@@ -123,7 +132,8 @@ impl Site {
         while Instant::now() < until {
             self.stack.turn(Some(until), &mut Vec::new()).unwrap();
             while let Some((request, outcome)) = self.stack.finished() {
-                assert_eq!(outcome, Outcome::Done);
+                let is_to_fail = request.token == FAILS;
+                assert_eq!(outcome == Outcome::Done, !is_to_fail, "{outcome:?}");
                 finished.push(request.token);
             }
         }
@@ -194,7 +204,7 @@ fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_e
 
 /// Two images of one host, and a guest that writes all the while.
 #[test]
-fn a_bound_image_has_all_that_is_answered_and_is_as_durable_as_the_first() {
+fn a_bound_image_has_all_that_is_answered() {
     let (from, to) = (volume(BYTES), volume(BYTES));
     let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
     let course = Course::default();
@@ -276,5 +286,73 @@ fn a_bound_image_that_fails_is_waited_for_until_it_is_released() {
         }
         site.confirm();
         assert_eq!(site.finished(), [1]);
+    });
+}
+
+/// It may hang there for long, and must not be taken for there.
+#[test]
+fn what_the_source_alone_has_answered_is_copied_before_both_are_equal_again() {
+    let mut site = Site::equal();
+    let copied = site.given.lock().unwrap().copied;
+    site.stack.submit(write_of(0, 4096, 7, 1), Instant::now());
+    let began = Instant::now();
+    while site.finished().is_empty() {
+        assert!(began.elapsed() < LONG, "it is waited for");
+    }
+    while !site.course.is_synchronised() {
+        assert!(began.elapsed() < LONG, "they are never equal");
+        assert_eq!(site.finished(), [0; 0]);
+    }
+    assert!(site.given.lock().unwrap().copied > copied);
+}
+
+#[test]
+fn a_bound_image_has_all_that_is_answered_also_after_a_write_has_failed_at_the_first() {
+    let mut site = Site::equal();
+    let second_image = volume(BYTES);
+    let image = Image::open(&second_image.path, Access::ReadWrite, 512).unwrap();
+    // Steers the same course.
+    let second = SecondImage::of(&image, None, &site.course).unwrap();
+    let ((send, bound), (go, goes)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let goes = goes;
+            let switched: Result<Option<()>, String> = switch_over(
+                &second,
+                || Ok(()),
+                |mut bound| {
+                    bound.stay();
+                    send.send(()).unwrap();
+                    goes.recv().unwrap();
+                    assert!(!bound.is_equal(), "for good");
+                    bound.release();
+                    Ok(Some(()))
+                },
+            );
+            assert_eq!(switched, Ok(Some(())));
+        });
+        while bound.try_recv().is_err() {
+            assert_eq!(site.finished(), [0; 0]);
+        }
+        // Nothing is copied again meanwhile.
+        site.stack.rest(true);
+        site.source.fail_writes(1, rustix::io::Errno::IO);
+        site.stack
+            .submit(write_of(0, 4096, 7, FAILS), Instant::now());
+        site.finished();
+        site.confirm();
+        site.finished();
+        site.stack
+            .submit(write_of(4096, 4096, 8, 1), Instant::now());
+        site.stack
+            .submit(request_of(Work::Flush, Data::None, 2), Instant::now());
+        assert_eq!(site.finished(), [0; 0]);
+        site.confirm();
+        assert_eq!(site.finished(), [2]);
+        go.send(()).unwrap();
+        let began = Instant::now();
+        while site.finished() != [1] {
+            assert!(began.elapsed() < LONG, "it waits for ever");
+        }
     });
 }

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A guest that nobody holds back comes a round further within this time, however busy the machine is. A destination that hangs may hold
-/// its writes back for a second.
+/// its writes back for half a second.
 const GUEST_WAITS: Duration = Duration::from_secs(3);
 
 /// What becomes of the storage.

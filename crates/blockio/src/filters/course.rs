@@ -17,7 +17,7 @@ pub(super) struct Shared {
     pub(super) begun: AtomicBool,
     pub(super) given_up: AtomicBool,
     pub(super) synchronised: AtomicBool,
-    /// [`FREE`], [`WANTED`] or [`BOUND`].
+    /// [`FREE`], [`WANTED`], [`BOUND`] or [`PARTED`].
     binding: AtomicU8,
     /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
     pub(super) lost: Mutex<Vec<Range<u64>>>,
@@ -39,6 +39,8 @@ const FREE: u8 = 0;
 const WANTED: u8 = 1;
 /// and not before it is released.
 const BOUND: u8 = 2;
+/// Nor then, though the two sides have become unlike since.
+const PARTED: u8 = 3;
 
 /// Bytes that a guest wrote to a disk that is copied.
 #[derive(Debug, Clone, Copy, Default)]
@@ -73,12 +75,17 @@ impl Course {
     /// From the next moment on in which both sides are equal nothing is answered that the destination has not, whatever becomes of
     /// it, until [`Self::unbind`]. For a destination that confirms what it has.
     pub(crate) fn bind(&self) {
-        let _ = self.turn_binding(FREE, WANTED);
+        self.turn_binding(FREE, WANTED);
     }
 
     /// Whether it is so.
     pub(crate) fn is_bound(&self) -> bool {
-        self.0.binding.load(Ordering::Acquire) == BOUND
+        matches!(self.0.binding.load(Ordering::Acquire), BOUND | PARTED)
+    }
+
+    /// Whether it is so, and both sides have been equal since.
+    pub(crate) fn is_bound_and_equal(&self) -> bool {
+        self.0.binding.load(Ordering::Acquire) == BOUND && self.is_synchronised()
     }
 
     /// A destination that does not answer, or fails, may be left out again.
@@ -86,14 +93,20 @@ impl Course {
         self.0.binding.store(FREE, Ordering::Release);
     }
 
-    /// Both sides are equal now.
-    pub(super) fn may_bind(&self) {
-        let _ = self.turn_binding(WANTED, BOUND);
+    /// They are not, be it for a moment.
+    pub(super) fn has_parted(&self) {
+        self.turn_binding(BOUND, PARTED);
     }
 
-    fn turn_binding(&self, from: u8, to: u8) -> Result<u8, u8> {
-        let binding = &self.0.binding;
-        binding.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
+    /// Both sides are equal now.
+    pub(super) fn may_bind(&self) {
+        self.turn_binding(WANTED, BOUND);
+    }
+
+    /// Nothing changes where it was another.
+    fn turn_binding(&self, from: u8, to: u8) {
+        let (binding, ok) = (&self.0.binding, Ordering::AcqRel);
+        let _ = binding.compare_exchange(from, to, ok, Ordering::Acquire);
     }
 
     /// Whether both sides are equal but for what is under way.

@@ -83,6 +83,8 @@ pub struct Mirroring {
     given: BTreeMap<u64, Given>,
     /// and those of it that are flushes.
     flushes: BTreeMap<u64, Flushing>,
+    /// Writes to the source alone, which nobody may be told of while the destination is bound.
+    unlike: Vec<u64>,
     /// Copies that are being read, by their numbers.
     reads: BTreeMap<u64, Copy>,
     /// Copies for which there is no room.
@@ -115,6 +117,7 @@ impl Mirroring {
             waiting: VecDeque::new(),
             given: BTreeMap::new(),
             flushes: BTreeMap::new(),
+            unlike: Vec::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
             next_look: Instant::now(),
@@ -130,6 +133,7 @@ impl Mirroring {
         let mut steps = VecDeque::from(steps);
         while let Some(step) = steps.pop_front() {
             match step {
+                Step::Source(id) if self.course.is_bound() => self.unlike.push(id),
                 Step::Source(id) => self.leave_to_the_source(id, flow),
                 Step::Both(id) => steps.extend(self.send_both_ways(id, flow)),
                 Step::Copy(copy) => steps.extend(self.copy(copy, flow)),
@@ -142,6 +146,9 @@ impl Mirroring {
         // What waits for room is under way, too: a guest that outruns the destination always has something that does.
         let synchronised = self.mirror.phase() == Phase::Synchronised;
         shared.synchronised.store(synchronised, Ordering::Release);
+        if !synchronised {
+            self.course.has_parted();
+        }
     }
 
     fn copy(&mut self, copy: Copy, flow: &mut Flow<'_>) -> Vec<Step> {
@@ -242,7 +249,7 @@ impl Mirroring {
     fn hear(&mut self, flow: &mut Flow<'_>) {
         for id in self.outlet.take_ended() {
             // What is not equal yet is made durable before it is.
-            let is_equal = self.mirror.phase() == Phase::Synchronised;
+            let is_equal = self.is_equal_or_bound();
             match self.given.get_mut(&id) {
                 Some(given) if given.durable && is_equal => {
                     given.durable = false;
@@ -282,7 +289,11 @@ impl Mirroring {
         self.read.clear();
         let given: Vec<u64> = self.given.keys().copied().collect();
         for id in given {
-            // It may still come, and what is copied then comes later.
+            // It may still come, or hang for long: it is copied again, which comes later.
+            let request = self.writes.get(&id).and_then(|write| write.0.as_ref());
+            let range = request.and_then(|request| request.work.range().cloned());
+            let steps = range.map_or_else(Vec::new, |range| self.mirror.lost(&range));
+            self.carry_out(steps, flow);
             self.has_ended_there(id, flow);
         }
         for (id, _) in std::mem::take(&mut self.waiting) {
@@ -297,10 +308,13 @@ impl Mirroring {
         }
     }
 
+    fn is_equal_or_bound(&self) -> bool {
+        self.mirror.phase() == Phase::Synchronised || self.course.is_bound()
+    }
+
     /// Until both sides are equal durable is what the source has made durable.
     fn flushes_both(&self) -> bool {
-        let is_equal = self.mirror.phase() == Phase::Synchronised;
-        is_equal && self.outlet.confirms() && !planted("flushed-at-source-alone")
+        self.is_equal_or_bound() && self.outlet.confirms() && !planted("flushed-at-source-alone")
     }
 
     fn answer(&mut self, id: u64, flow: &mut Flow<'_>) {
@@ -416,7 +430,7 @@ impl Mirroring {
     /// Whether a write has waited for too long, or one has just before.
     fn keeps_somebody_waiting(&mut self, now: Instant) -> bool {
         let waiting = self.waiting.front().map(|(_, since)| *since);
-        let given = self.given.first_key_value().map(|(_, given)| given.since);
+        let given = self.given.values().map(|given| given.since).min();
         let oldest = waiting.into_iter().chain(given).min();
         if oldest.is_some_and(|since| now >= since + self.outlet.patience()) {
             self.away_until = Some(now + AWAY);
@@ -434,6 +448,11 @@ impl Mirroring {
             self.mirror.skip(&range);
         }
         let is_bound = self.course.is_bound();
+        if !is_bound {
+            for id in std::mem::take(&mut self.unlike) {
+                self.leave_to_the_source(id, flow);
+            }
+        }
         if !is_bound && self.course.0.given_up.load(Ordering::Acquire) {
             self.detach(flow);
             let steps = self.mirror.give_up();

@@ -495,7 +495,7 @@ impl Served {
         Ok(image)
     }
 
-    /// Waits until so little is under way that the disk can stand still for it.
+    /// Waits until it is worth binding the second image.
     fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
         let mut approach = Approach::of(&mirror.second, mirror.total);
         loop {

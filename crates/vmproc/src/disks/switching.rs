@@ -110,9 +110,14 @@ impl Served {
         }
         // Either image may be the disk from now on, and is as good as the other.
         bound.stay();
-        let before = (self.what(), self.known_of(&self.what(), &going.place.disk));
+        let what = self.what();
+        let known = self.known_of(&what, &going.place.disk);
+        let before = (what, known);
         self.moves.is_switching.store(true, Ordering::SeqCst);
-        let went = self.write_switch(going).and_then(|()| {
+        let written = self.write_switch(going);
+        // Who has not kept up is tried again; what cannot be written ends the move.
+        let tries_again = written.is_ok();
+        let went = written.and_then(|()| {
             reached("disk-move.written");
             bound.come_close();
             self.stand(going, mirror, &bound)
@@ -122,7 +127,10 @@ impl Served {
                 self.change_image(going, standing, image);
                 Ok(Some(began.elapsed()))
             }
-            Err(why) => self.go_back(going, &before, bound).map_err(|()| why.into()),
+            Err(why) => match self.goes_back((going, &why), &before, bound) && tries_again {
+                true => Ok(None),
+                false => Err(why.into()),
+            },
         };
         self.moves.is_switching.store(false, Ordering::SeqCst);
         switched
@@ -157,25 +165,27 @@ impl Served {
         };
         // It must take nothing more: it is served anew with what is written.
         standing.end();
-        self.serve_anew(going.index, &why);
+        self.serve_anew(going, &why);
     }
 
     /// What is written says again that the first image is the disk; nothing was answered that one of them has not. Where that
-    /// cannot be written the disk is served anew, once what is written is certain.
-    fn go_back(
+    /// cannot be written the disk is served anew, once what is written is certain. Returns whether it goes on with its first image.
+    fn goes_back(
         &self,
-        going: &Going<'_>,
+        (going, why): (&Going<'_>, &str),
         before: &Before,
         bound: Bound<'_>,
-    ) -> Result<Option<Duration>, ()> {
+    ) -> bool {
+        let disk = &going.spec.name;
         match self.write_back(going, before) {
             Ok(()) => {
                 bound.release();
-                Ok(None)
+                tracing::warn!(disk, why, "a disk goes on with its first image");
+                true
             }
             Err(error) => {
-                self.serve_anew(going.index, &error.message);
-                Err(())
+                self.serve_anew(going, &error.message);
+                false
             }
         }
     }
@@ -198,13 +208,15 @@ impl Served {
     }
 
     /// Whatever serves it ends, and what is written is served soon.
-    fn serve_anew(&self, index: usize, why: &str) {
+    fn serve_anew(&self, going: &Going<'_>, why: &str) {
         tracing::error!(
-            index,
+            disk = going.spec.name,
             why,
             "a disk that was to go on with another image is served anew"
         );
-        let slot = lock(&self.disks).get_mut(index).and_then(Option::take);
+        let slot = lock(&self.disks)
+            .get_mut(going.index)
+            .and_then(Option::take);
         // Not under the lock: its end is waited for.
         if let Some(disk) = slot {
             disk.begin_end();
@@ -242,7 +254,7 @@ impl Served {
     /// As it was before, for this disk.
     fn write_back(&self, going: &Going<'_>, (before, known): &Before) -> Result<(), ApiError> {
         let index = going.index;
-        self.change(|what| {
+        let as_before = |what: &mut ServedDisks| {
             what.copying.clone_from(&before.copying);
             what.left.clone_from(&before.left);
             if let (Some(now), Some(before)) = (what.disks.get_mut(index), before.disks.get(index))
@@ -255,6 +267,12 @@ impl Served {
                 *now = *before;
             }
             known.iter().for_each(|known| what.know(known.clone()));
+        };
+        self.change(as_before).inspect_err(|_| {
+            // What is written next, before anybody serves the disk, is that the first image is it.
+            if !self.has_ended.load(Ordering::SeqCst) {
+                self.amend(as_before);
+            }
         })
     }
 }
