@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Gate, LONG, Site, wait_until};
+use common::{FrontEnd, Gate, LONG, Site, wait_until};
 use godwit_blockio::filters::Delay;
 use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
 use rustix::io::Errno;
@@ -13,6 +13,16 @@ const MIB: u64 = 1 << 20;
 /// A disk that takes requests and never carries them out.
 fn stuck() -> Vec<Box<dyn godwit_blockio::Filter>> {
     vec![Box::new(Delay::new(Duration::from_secs(3600)))]
+}
+
+/// A guest whose disk is gone, with a write of 1 to its first sector under way.
+fn with_a_write_under_way(site: &Site) -> FrontEnd {
+    let disk = site.disk(stuck());
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    guest
 }
 
 #[test]
@@ -112,11 +122,7 @@ fn what_came_while_nobody_was_there_is_done_after_what_was_under_way() {
 #[test]
 fn a_held_disk_carries_out_what_was_under_way_before() {
     let site = Site::new(MIB);
-    let disk = site.disk(stuck());
-    let mut guest = site.guest();
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.unanswered == 1);
-    drop(disk);
+    let mut guest = with_a_write_under_way(&site);
     let disk = site.disk(Vec::new());
     disk.hold(Duration::from_secs(60)).unwrap();
     guest.connect_again(&site.socket);
@@ -132,11 +138,7 @@ fn a_held_disk_carries_out_what_was_under_way_before() {
 #[test]
 fn a_disk_that_stands_still_carries_out_what_was_under_way_before_only_once_it_goes_on() {
     let site = Site::new(MIB);
-    let disk = site.disk(stuck());
-    let mut guest = site.guest();
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.unanswered == 1);
-    drop(disk);
+    let mut guest = with_a_write_under_way(&site);
     let gate = Gate::default();
     let disk = site.disk(gate.filters());
     let standing = disk.stand_still(LONG).unwrap();
@@ -157,11 +159,7 @@ fn a_disk_that_stands_still_carries_out_what_was_under_way_before_only_once_it_g
 #[test]
 fn what_was_under_way_waits_for_a_disk_that_has_its_image_and_keeps_no_queue_from_ending() {
     let site = Site::new(MIB);
-    let disk = site.disk(stuck());
-    let mut guest = site.guest();
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.unanswered == 1);
-    drop(disk);
+    let mut guest = with_a_write_under_way(&site);
     let disk = site.disk_without_image();
     guest.connect_again(&site.socket);
     guest.negotiate(0);
@@ -207,11 +205,7 @@ fn a_front_end_that_comes_back_is_heard_once_the_last_ones_requests_have_ended()
 #[test]
 fn a_queue_that_is_ended_before_it_is_enabled_again_carries_out_what_was_under_way() {
     let site = Site::new(MIB);
-    let disk = site.disk(stuck());
-    let mut guest = site.guest();
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.unanswered == 1);
-    drop(disk);
+    let mut guest = with_a_write_under_way(&site);
     let _disk = site.disk(Vec::new());
     guest.connect_again(&site.socket);
     guest.negotiate(0);

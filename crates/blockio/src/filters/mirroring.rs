@@ -452,11 +452,11 @@ impl Mirroring {
             for id in std::mem::take(&mut self.unlike) {
                 self.leave_to_the_source(id, flow);
             }
-        }
-        if !is_bound && self.course.0.given_up.load(Ordering::Acquire) {
-            self.detach(flow);
-            let steps = self.mirror.give_up();
-            return self.carry_out(steps, flow);
+            if self.course.0.given_up.load(Ordering::Acquire) {
+                self.detach(flow);
+                let steps = self.mirror.give_up();
+                return self.carry_out(steps, flow);
+            }
         }
         if self.rests {
             self.region_limit = 0;

@@ -109,7 +109,7 @@ impl Default for Changes {
             under_way: [AtomicU64::new(0), AtomicU64::new(0)],
             heard_ms: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
-            silent_ms: AtomicU64::new(0),
+            silent_ms: AtomicU64::new(SILENT_FOR.as_millis() as u64),
             below: Arc::new(AtomicU64::new(1)),
             state: Mutex::new(State {
                 below: 1,
@@ -465,8 +465,7 @@ impl Outlet for DiskOutlet {
     }
 
     fn patience(&self) -> Duration {
-        let silent_ms = self.changes.0.silent_ms.load(Ordering::Relaxed);
-        SILENT_FOR.max(Duration::from_millis(silent_ms))
+        Duration::from_millis(self.changes.0.silent_ms.load(Ordering::Relaxed))
     }
 
     fn is_behind(&mut self) -> bool {

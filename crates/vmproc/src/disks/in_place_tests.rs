@@ -11,6 +11,7 @@ use godwit_types::Generation;
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
 use std::os::fd::AsFd as _;
+use std::path::PathBuf;
 use std::sync::mpsc::{TryRecvError, channel};
 
 const BYTES: u64 = 4 << 20;
@@ -60,14 +61,17 @@ fn image_of(served: &Served) -> Option<(u64, u64)> {
     Some(identity_of_open(&File::from(lent)).unwrap())
 }
 
-/// Where the disk is to go.
-fn place_at(path: &Path) -> DiskPlace {
-    DiskPlace {
+/// The disk's image, and where it is to go.
+fn image_and_place(directory: &Path) -> (PathBuf, DiskPlace) {
+    let [before, after] = ["root.raw", "new.raw"].map(|name| directory.join(name));
+    File::create(&before).unwrap().set_len(BYTES).unwrap();
+    let place = DiskPlace {
         disk: "root".to_owned(),
-        path: path.to_str().unwrap().to_owned(),
+        path: after.to_str().unwrap().to_owned(),
         shared: false,
         max_bandwidth_mbit_per_s: None,
-    }
+    };
+    (before, place)
 }
 
 /// The disk on its way there.
@@ -89,9 +93,7 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
 #[test]
 fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is() {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
-    let [before, after] = ["root.raw", "new.raw"].map(|name| directory.path().join(name));
-    File::create(&before).unwrap().set_len(BYTES).unwrap();
-    let place = place_at(&after);
+    let (before, place) = image_and_place(directory.path());
     apart(|mounts| {
         let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
         let disks = served_with(&site, &before);
@@ -145,9 +147,7 @@ fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is(
 fn a_second_image_that_fails_after_it_was_written_down_is_taken_back_and_the_disk_goes_on_with_its_first()
  {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
-    let [before, after] = ["root.raw", "new.raw"].map(|name| directory.path().join(name));
-    File::create(&before).unwrap().set_len(BYTES).unwrap();
-    let place = place_at(&after);
+    let (before, place) = image_and_place(directory.path());
     apart(|mounts| {
         let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
         let disks = served_with(&site, &before);
