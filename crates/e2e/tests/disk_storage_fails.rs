@@ -89,6 +89,27 @@ impl Fragile {
             .change(|settings| *settings = Settings::default());
     }
 
+    /// The guest goes on at host `a` and noticed nothing, nothing is left on the volume, and that is as good as new.
+    fn has_harmed_nobody(
+        &self,
+        fault: Fault,
+        watched: Watched,
+        answering: Answering,
+    ) -> Result<()> {
+        let (site, a) = (&self.site, &self.site.pair.a);
+        site.goes_on(a, 50)?;
+        watched.noticed_nothing()?;
+        answering.end()?;
+        if fault == Fault::Fails {
+            // Nothing can be removed before.
+            self.is_mended();
+        }
+        self.is_empty()?;
+        site.is_whole(a)?;
+        self.is_mended();
+        Ok(())
+    }
+
     /// Waits until no file is on the volume.
     fn is_empty(&self) -> Result<()> {
         let deadline = Instant::now() + LONG;
@@ -177,16 +198,7 @@ fn a_migration_ends(fault: Fault, why: &str) -> Result<()> {
         println!("  {reason}");
         let told = ["host b", "root.raw", why];
         ensure!(told.iter().all(|word| reason.contains(word)), "{reason}");
-        site.goes_on(a, 50)?;
-        watched.noticed_nothing()?;
-        answering.end()?;
-        if fault == Fault::Fails {
-            // Nothing can be removed before.
-            fragile.is_mended();
-        }
-        fragile.is_empty()?;
-        site.is_whole(a)?;
-        fragile.is_mended();
+        fragile.has_harmed_nobody(fault, watched, answering)?;
         site.pair.migrate(a, b, &Options::default())?;
         site.goes_on(b, 20)?;
         site.is_whole(b)?;
@@ -251,15 +263,7 @@ fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
         let reason = ended.why.context("no reason")?;
         println!("  {reason}");
         ensure!(reason.contains(why), "{reason}");
-        site.goes_on(a, 50)?;
-        watched.noticed_nothing()?;
-        answering.end()?;
-        if fault == Fault::Fails {
-            fragile.is_mended();
-        }
-        fragile.is_empty()?;
-        site.is_whole(a)?;
-        fragile.is_mended();
+        fragile.has_harmed_nobody(fault, watched, answering)?;
         begin(site, &to, None)?;
         let moved = until(site, |disk| !disk.is_under_way())?;
         ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
