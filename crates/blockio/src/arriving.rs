@@ -40,6 +40,8 @@ pub struct Arriving {
     kept_room: KeptRoom,
     state: Mutex<State>,
     freed: Condvar,
+    /// Why a sync has failed, once one has.
+    not_durable: Mutex<Option<String>>,
 }
 
 /// What came of letting an image have the blocks of another.
@@ -77,6 +79,7 @@ impl Arriving {
             kept_room: KeptRoom::default(),
             state: Mutex::default(),
             freed: Condvar::new(),
+            not_durable: Mutex::default(),
         })
     }
 
@@ -184,12 +187,26 @@ impl Arriving {
         self.lock().newest = Newest::default();
     }
 
-    /// Makes all that was carried out durable.
+    /// Makes all that was carried out durable. The kernel tells of a failure once: every later sync fails, too, whoever has heard of it.
     pub fn sync(&self) -> Result<(), Error> {
-        fdatasync(&self.file).map_err(|error| Error::Image {
-            action: "make durable",
-            path: self.path.clone(),
-            source: error.into(),
+        self.sync_by(|file| fdatasync(file))
+    }
+
+    /// One after the other: none is over before an earlier one has failed or not, however long its caller waited.
+    fn sync_by(&self, sync: impl FnOnce(&File) -> Result<(), Errno>) -> Result<(), Error> {
+        let failed = self.not_durable.lock();
+        let mut failed = failed.unwrap_or_else(PoisonError::into_inner);
+        if let Some(why) = &*failed {
+            return Err(self.unusable(why.clone()));
+        }
+        sync(&self.file).map_err(|errno| {
+            let error = Error::Image {
+                action: "make durable",
+                path: self.path.clone(),
+                source: errno.into(),
+            };
+            *failed = Some(error.to_string());
+            error
         })
     }
 
@@ -262,4 +279,39 @@ fn clone_range(to: &File, from: &File, range: &Range<u64>) -> Result<(), Errno> 
     };
     // SAFETY: the kernel takes this structure for this number, reads it during the call, and touches no memory of ours.
     unsafe { ioctl(to, Setter::<CLONE, CloneRange>::new(cloned)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Access;
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let arriving = Arc::new(Arriving::of(&image).unwrap());
+        arriving.sync().unwrap();
+        let (began, has_begun) = channel();
+        let (fail, fails) = channel();
+        let slow = Arc::clone(&arriving);
+        let thread = std::thread::spawn(move || {
+            slow.sync_by(|_| {
+                began.send(()).unwrap();
+                fails.recv().unwrap();
+                Err(Errno::IO)
+            })
+        });
+        has_begun.recv().unwrap();
+        let later = Arc::clone(&arriving);
+        let later = std::thread::spawn(move || later.sync());
+        fail.send(()).unwrap();
+        assert!(thread.join().unwrap().is_err());
+        let refused = later.join().unwrap().unwrap_err().to_string();
+        assert!(refused.contains("Input/output error"), "{refused}");
+        assert!(arriving.sync().is_err());
+    }
 }

@@ -16,6 +16,7 @@ compile_error!("godwit-blockio needs 64-bit Linux");
 
 mod approach;
 mod arriving;
+mod bell;
 mod bound;
 mod buffer;
 mod engine;
@@ -36,6 +37,7 @@ mod under_way;
 
 pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress, switch_over};
 pub use arriving::Arriving;
+pub use bell::Bell;
 pub use bound::Bound;
 pub use buffer::Buffer;
 pub use engine::Engine;

@@ -8,18 +8,16 @@
 
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
-
 use crate::arriving::Cloned;
 use crate::filters::{Change, Course, Origin, Outlet};
 use crate::under_way::{Content, THREADS, Task, UnderWay};
-use crate::{Arriving, Error, Image};
+use crate::{Arriving, Bell, Error, Image};
 
 /// A second image can soon be bound if no more bytes are under way.
 const CLOSE_BYTES: u64 = 512 << 10;
@@ -47,22 +45,16 @@ struct Shared {
     news: Condvar,
     /// A flush is to be done.
     asked: Condvar,
-    syncing: Mutex<()>,
     /// Rings when something was carried out.
-    bell: OwnedFd,
+    bell: Bell,
 }
 
 impl SecondImage {
     /// Fills this image, whose lock is kept for as long as either lives, for a mirroring with this course. Blocks that the file system lets
     /// it share with `source`, the disk's image, are not copied.
     pub fn of(image: &Image, source: Option<File>, course: &Course) -> Result<Self, Error> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = bell.map_err(|errno| Error::Ring {
-            action: "make a descriptor",
-            source: errno.into(),
-        })?;
         Ok(Self(Arc::new(Shared {
-            bell,
+            bell: Bell::new()?,
             image: Arriving::of(image)?,
             source,
             refusals: AtomicU32::new(0),
@@ -70,7 +62,6 @@ impl SecondImage {
             state: Mutex::default(),
             news: Condvar::new(),
             asked: Condvar::new(),
-            syncing: Mutex::default(),
         })))
     }
 
@@ -146,9 +137,9 @@ impl SecondImage {
         is_done.recv_timeout(limit).ok().transpose()
     }
 
-    /// Makes durable what was written. The kernel tells of a failure once: it ends the mirroring, and every later one fails, too.
+    /// Makes durable what was written. A failure ends the mirroring, and every later one fails, too.
     pub fn sync(&self) -> Result<(), Error> {
-        self.0.sync_by(|image| image.sync())
+        self.0.sync()
     }
 }
 
@@ -189,14 +180,16 @@ impl Outlet for Writers {
         true
     }
 
-    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {
         self.0.lock().give_write(number, range, change);
         self.0.news.notify_one();
+        true
     }
 
-    fn flush(&mut self, number: u64) {
+    fn flush(&mut self, number: u64) -> bool {
         self.0.lock().flush(number);
         self.0.asked.notify_one();
+        true
     }
 
     fn take_ended(&mut self) -> Vec<u64> {
@@ -228,13 +221,12 @@ impl Drop for Writers {
 }
 
 impl Shared {
-    /// One after the other: none is over before an earlier one has failed or not, however long its caller waited.
-    fn sync_by(&self, sync: impl FnOnce(&Arriving) -> Result<(), Error>) -> Result<(), Error> {
-        let _turn = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+    fn sync(&self) -> Result<(), Error> {
         if let Some(why) = self.course.failure() {
             return Err(self.image.unusable(why));
         }
-        sync(&self.image).inspect_err(|error| self.course.fail(error.to_string()))
+        let synced = self.image.sync();
+        synced.inspect_err(|error| self.course.fail(error.to_string()))
     }
 
     fn lock(&self) -> MutexGuard<'_, UnderWay> {
@@ -262,14 +254,8 @@ impl Shared {
         if let Err(error) = done {
             self.course.fail(error.to_string());
         }
-        let is_news = self.lock().has_done(task, is_done);
-        self.ring(is_news);
-    }
-
-    /// The count of the bell is nobody's concern, and its limit is never reached.
-    fn ring(&self, is_news: bool) {
-        if is_news {
-            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        if self.lock().has_done(task, is_done) {
+            self.bell.ring();
         }
     }
 
@@ -284,10 +270,11 @@ impl Shared {
                 continue;
             }
             drop(state);
-            let synced = self.sync_by(|image| image.sync());
+            let synced = self.sync();
             state = self.lock();
-            let is_news = synced.is_ok() && state.confirm(flushes);
-            self.ring(is_news);
+            if synced.is_ok() && state.confirm(flushes) {
+                self.bell.ring();
+            }
         }
     }
 
@@ -367,34 +354,5 @@ mod tests {
         }
         assert_eq!(second.under_way_bytes(), 0);
         assert_eq!(std::fs::read(file.path()).unwrap(), region.bytes());
-    }
-
-    #[test]
-    fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {
-        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
-        file.as_file().set_len(4096).unwrap();
-        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
-        let course = Course::default();
-        let second = SecondImage::of(&image, None, &course).unwrap();
-        second.sync().unwrap();
-        let (began, has_begun) = channel();
-        let (fail, fails) = channel();
-        let slow = second.clone();
-        let thread = std::thread::spawn(move || {
-            slow.0.sync_by(|image| {
-                began.send(()).unwrap();
-                fails.recv().unwrap();
-                Err(image.unusable("the storage failed".to_owned()))
-            })
-        });
-        has_begun.recv().unwrap();
-        let later = second.clone();
-        let later = std::thread::spawn(move || later.sync());
-        fail.send(()).unwrap();
-        assert!(thread.join().unwrap().is_err());
-        let refused = later.join().unwrap().unwrap_err().to_string();
-        assert!(refused.contains("the storage failed"), "{refused}");
-        assert!(!course.is_synchronised());
-        assert!(second.sync().is_err());
     }
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::filters::{Change, Course, Origin, REGION};
+use crate::filters::{Change, Course, Origin, PATIENCE, REGION};
 
 /// Threads, and with them changes that the storage has at the same time.
 pub(crate) const THREADS: usize = 32;
@@ -36,8 +36,6 @@ const GUEST_CHANGES_AT_THE_END: usize = 8;
 const CHEAP_COST: u64 = 4096;
 /// No region is copied while so many pieces of what is copied wait for a thread.
 const COPIES_WAITING_MAX: usize = 4 * THREADS;
-/// Storage that has had a change for so long, and has done nothing since, is waited for by nobody.
-const SILENT_FOR: Duration = Duration::from_millis(500);
 
 /// What a second image has to do.
 #[derive(Debug)]
@@ -111,7 +109,7 @@ impl Default for UnderWay {
 impl UnderWay {
     /// Whether it has had a change for long, and has done nothing meanwhile: slow storage is not silent.
     pub fn is_silent(&self) -> bool {
-        let is_long = |since: &Instant| since.elapsed() >= SILENT_FOR;
+        let is_long = |since: &Instant| since.elapsed() >= PATIENCE;
         let mut running = self.running.iter();
         running.any(|(_, since)| is_long(since)) && self.done_at.as_ref().is_none_or(is_long)
     }

@@ -57,13 +57,15 @@ impl Outlet for ByHand {
         true
     }
 
-    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {
         let mut given = self.given.lock().unwrap();
         given.writes.push((number, range, change));
+        true
     }
 
-    fn flush(&mut self, number: u64) {
+    fn flush(&mut self, number: u64) -> bool {
         self.given.lock().unwrap().flushes.push(number);
+        true
     }
 
     fn take_ended(&mut self) -> Vec<u64> {

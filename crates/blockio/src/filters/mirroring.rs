@@ -221,8 +221,8 @@ impl Mirroring {
         };
         let durable = request.durable;
         flow.make_like(request, data, SOURCE | id);
-        self.outlet.give_write(id, range, change);
-        if self.outlet.confirms() && !planted("answered-before-destination") {
+        let confirms = self.outlet.give_write(id, range, change);
+        if confirms && !planted("answered-before-destination") {
             self.given.insert(id, Given { since, durable });
             return Vec::new();
         }
@@ -234,13 +234,15 @@ impl Mirroring {
         self.last_write += 1;
         let (id, since) = (self.last_write, flow.now());
         flow.make_like(&request, Data::None, FLUSH | id);
-        self.outlet.flush(id);
-        let durable = false;
-        self.given.insert(id, Given { since, durable });
+        let confirms = self.outlet.flush(id);
+        if confirms {
+            let durable = false;
+            self.given.insert(id, Given { since, durable });
+        }
         let flushing = Flushing {
             request,
             outcome: None,
-            there: false,
+            there: !confirms,
         };
         self.flushes.insert(id, flushing);
     }
@@ -250,13 +252,13 @@ impl Mirroring {
         for id in self.outlet.take_ended() {
             // What is not equal yet is made durable before it is.
             let is_equal = self.is_equal_or_bound();
-            match self.given.get_mut(&id) {
-                Some(given) if given.durable && is_equal => {
-                    given.durable = false;
-                    self.outlet.flush(id);
-                }
-                Some(_) => self.has_ended_there(id, flow),
-                None => {}
+            let Some(given) = self.given.get_mut(&id) else {
+                continue;
+            };
+            // What becomes durable is told of once more.
+            let is_to_flush = std::mem::take(&mut given.durable) && is_equal;
+            if !(is_to_flush && self.outlet.flush(id)) {
+                self.has_ended_there(id, flow);
             }
         }
     }

@@ -16,7 +16,7 @@ pub use course::{Course, GuestWrites};
 pub use delay::Delay;
 pub use fault::Fault;
 pub use mirroring::Mirroring;
-pub use outlet::{Change, Origin, Outlet};
+pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};

@@ -28,7 +28,7 @@ pub enum Origin {
 }
 
 /// A guest waits for no longer than this for a destination.
-const PATIENCE: Duration = Duration::from_millis(500);
+pub const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What takes a disk's changes, in the order in which the source began them.
 pub trait Outlet: Send {
@@ -71,15 +71,19 @@ pub trait Outlet: Send {
         false
     }
 
-    /// As [`Self::give`], for the guest's write of this number.
-    fn give_write(&mut self, _number: u64, range: Range<u64>, change: Change) {
+    /// As [`Self::give`], for the guest's write of this number. Returns whether it will tell of it in [`Self::take_ended`].
+    fn give_write(&mut self, _number: u64, range: Range<u64>, change: Change) -> bool {
         self.give(Origin::Guest, range, change);
+        false
     }
 
-    /// Makes durable what it has confirmed before, and confirms that with this number.
-    fn flush(&mut self, _number: u64) {}
+    /// Makes durable what it has confirmed before, and confirms that with this number. Returns whether it will.
+    fn flush(&mut self, _number: u64) -> bool {
+        false
+    }
 
-    /// What it has carried out since this was called last. What has failed is never told of: it ends the mirroring.
+    /// What it has carried out since this was called last, and what it has told [`Course::lose`] of. What has failed is never told of: it ends
+    /// the mirroring.
     fn take_ended(&mut self) -> Vec<u64> {
         Vec::new()
     }

@@ -118,12 +118,12 @@ impl Outlet for Unconfirmed {
         self.outlet.confirms()
     }
 
-    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) {
-        self.outlet.give_write(number, range, change);
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {
+        self.outlet.give_write(number, range, change)
     }
 
-    fn flush(&mut self, number: u64) {
-        self.outlet.flush(number);
+    fn flush(&mut self, number: u64) -> bool {
+        self.outlet.flush(number)
     }
 
     fn take_ended(&mut self) -> Vec<u64> {
