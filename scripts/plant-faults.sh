@@ -231,6 +231,7 @@ vmproc() {
     vmproc_case tracking-after-first-read moves a_guest_that_writes_rarely_loses_nothing
     vmproc_case barrier-not-awaited moves a_destination_that_is_slow_to_apply_loses_nothing
     streams_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
+    streams_unit awaited-flush-skipped source::changes::tests::what_a_flush_on_a_near_link_covers_survives_a_power_cut_of_the_destination
     vmproc_unit receivers-outlive-load destination::driver::tests::a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory
     vmproc_case lost-channel-not-put-back links a_link_cut_in_precopy_is_made_again_and_nothing_is_lost
     vmproc_unit any-shutdown-is-a-wish hypervisor::tests::only_a_guest_s_own_shutdown_is_its_wish

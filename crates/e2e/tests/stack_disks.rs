@@ -155,7 +155,12 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
 
 #[test]
 fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
-    let stack = Stack::new("alongdisks", &Plan::default())?;
+    let (near, far) = ("rtt=0.2ms,rate=1gbit,queue=20ms", "rtt=40ms,rate=1gbit,queue=50ms");
+    let plan = Plan {
+        link: Some(near.parse()?),
+        ..Plan::default()
+    };
+    let stack = Stack::new("alongdisks", &plan)?;
     let ok = |words: &[&str]| stack.ok("controller", words);
     let image = make_image(&stack, "root")?;
     File::options()
@@ -182,7 +187,9 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     let shown = ok(&["vm", "migrate", "one", "--to", "b", "--dry-run"])?;
     ensure!(shown.contains("disk 'root': "), "{shown:?}");
     ensure!(!foreign.exists(), "a dry run made an image");
-    for (from, to) in [("a", "b"), ("b", "a")] {
+    // Writes of its guest wait for the other host over a near link, and do not over a far one.
+    for (from, to, link) in [("a", "b", near), ("b", "a", far)] {
+        stack.lab.link(0)?.set(link.parse()?)?;
         ok(&["vm", "migrate", "one", "--to", to])?;
         goes_on_at(&stack, "one", to)?;
         stack.until("the image is gone where the VM was", SOON, || {

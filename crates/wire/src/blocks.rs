@@ -1,13 +1,15 @@
 //! What a record says of a change of a disk: which disk, which bytes, what becomes of them, and its number.
 //!
 //! Owns nothing. Refuses on decoding: another length, a disk beyond the bound, a kind of change that is not known, an empty
-//! range, one that ends past all numbers, bytes that are not whole sectors, and more of them than a record holds.
+//! range (but of a flush, which has none), one that ends past all numbers, bytes that are not whole sectors, and more of them
+//! than a record holds.
 //!
 //! | bytes | field |
 //! |---|---|
 //! | 0 | which disk of the VM, from 0 |
-//! | 1 | 1: the bytes follow in the next record; 2: they are zero |
-//! | 2..8 | zero |
+//! | 1 | 1: the bytes follow in the next record; 2: they are zero; 3: none changes, those of earlier changes become durable |
+//! | 2 | 1: the guest waits for it, so that the source is to hear of it at once; else 0 |
+//! | 3..8 | zero |
 //! | 8..16 | first byte on the disk |
 //! | 16..24 | how many bytes |
 //! | 24..32 | number of the change |
@@ -24,6 +26,7 @@ pub const SECTOR: u64 = 512;
 
 const WRITTEN: u8 = 1;
 const ZEROED: u8 = 2;
+const FLUSHED: u8 = 3;
 
 /// What becomes of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +35,8 @@ pub enum ChangeKind {
     Written,
     /// From now on they read as zero, and nothing follows.
     Zeroed,
+    /// There are none, and nothing follows: what was carried out before on this disk becomes durable.
+    Flushed,
 }
 
 /// Bytes of one of the VM's disks that are now others.
@@ -40,6 +45,8 @@ pub struct DiskChange {
     /// Which of the VM's disks, from 0.
     pub disk: u8,
     pub kind: ChangeKind,
+    /// Whether the source is to hear at once that it was carried out, since the guest waits for it.
+    pub awaited: bool,
     /// Bytes of the disk.
     pub range: Range<u64>,
     /// Of two changes of the same bytes the one with the higher number is the later.
@@ -54,7 +61,7 @@ impl DiskChange {
         self.range.end.saturating_sub(self.range.start)
     }
 
-    /// Whether it changes none, which is refused.
+    /// Whether it changes none, as a flush alone does.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -63,7 +70,7 @@ impl DiskChange {
     pub fn payload_len(&self) -> Option<usize> {
         match self.kind {
             ChangeKind::Written => usize::try_from(self.len()).ok(),
-            ChangeKind::Zeroed => None,
+            ChangeKind::Zeroed | ChangeKind::Flushed => None,
         }
     }
 
@@ -72,12 +79,13 @@ impl DiskChange {
         let kind = match self.kind {
             ChangeKind::Written => WRITTEN,
             ChangeKind::Zeroed => ZEROED,
+            ChangeKind::Flushed => FLUSHED,
         };
         let (head, numbers) = bytes.split_at_mut(8);
-        let [disk, what, ..] = head else {
+        let [disk, what, awaited, ..] = head else {
             return bytes;
         };
-        (*disk, *what) = (self.disk, kind);
+        (*disk, *what, *awaited) = (self.disk, kind, u8::from(self.awaited));
         let values = [self.range.start, self.len(), self.number, self.below];
         for (field, value) in numbers.chunks_exact_mut(8).zip(values) {
             field.copy_from_slice(&value.to_le_bytes());
@@ -88,7 +96,8 @@ impl DiskChange {
     /// Reads a change; whether its disk is so large is for the caller to see.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let refuse = |what, offset| Err(WireError::DiskChange { what, offset });
-        let ([disk, kind, rest @ ..], Ok(bytes)) = (bytes, <&[u8; CHANGE_LEN]>::try_from(bytes))
+        let ([disk, kind, awaited, rest @ ..], Ok(bytes)) =
+            (bytes, <&[u8; CHANGE_LEN]>::try_from(bytes))
         else {
             return refuse("it has another length", bytes.len());
         };
@@ -98,9 +107,10 @@ impl DiskChange {
         let kind = match *kind {
             WRITTEN => ChangeKind::Written,
             ZEROED => ChangeKind::Zeroed,
+            FLUSHED => ChangeKind::Flushed,
             _ => return refuse("an unknown kind", 1),
         };
-        if rest.iter().take(6).any(|byte| *byte != 0) {
+        if *awaited > 1 || rest.iter().take(5).any(|byte| *byte != 0) {
             return refuse("what is kept free is used", 2);
         }
         let mut numbers = [0; 4];
@@ -109,7 +119,11 @@ impl DiskChange {
             *number = u64::from_le_bytes(*field);
         }
         let [start, len, number, below] = numbers;
-        let Some(end) = start.checked_add(len).filter(|_| len > 0) else {
+        let is_flush = kind == ChangeKind::Flushed;
+        if is_flush && (start, len) != (0, 0) {
+            return refuse("a flush with a range", 8);
+        }
+        let Some(end) = start.checked_add(len).filter(|_| len > 0 || is_flush) else {
             return refuse("an empty or endless range", 8);
         };
         if !start.is_multiple_of(SECTOR) || !len.is_multiple_of(SECTOR) {
@@ -124,6 +138,7 @@ impl DiskChange {
         Ok(Self {
             disk: *disk,
             kind,
+            awaited: *awaited == 1,
             range: start..end,
             number,
             below,
@@ -139,6 +154,7 @@ mod tests {
         DiskChange {
             disk: 3,
             kind: ChangeKind::Written,
+            awaited: false,
             range: 512..2048,
             number: 9,
             below: 7,
@@ -152,7 +168,13 @@ mod tests {
             range: 0..1 << 40,
             ..change()
         };
-        for one in [change(), zeroed] {
+        let flushed = DiskChange {
+            kind: ChangeKind::Flushed,
+            awaited: true,
+            range: 0..0,
+            ..change()
+        };
+        for one in [change(), zeroed, flushed] {
             assert_eq!(DiskChange::decode(&one.encode()), Ok(one));
         }
         assert_eq!(change().payload_len(), Some(1536));
@@ -168,7 +190,9 @@ mod tests {
         let cases = [
             (altered(0, 64), "so many disks"),
             (altered(1, 0), "unknown kind"),
-            (altered(1, 3), "unknown kind"),
+            (altered(1, 3), "flush with a range"),
+            (altered(1, 4), "unknown kind"),
+            (altered(2, 2), "kept free"),
             (altered(7, 1), "kept free"),
             (altered(8, 1), "whole sectors"),
             (altered(16, 1), "whole sectors"),

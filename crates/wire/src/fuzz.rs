@@ -161,6 +161,7 @@ fn add_change(sealer: &mut Sealer, sent: &mut Vec<Sent>, decisions: &mut Decisio
     let change = DiskChange {
         disk: decisions.byte() % 4,
         kind: ChangeKind::Written,
+        awaited: start.is_multiple_of(2 * SECTOR),
         range: start..start + SECTOR,
         number: 2,
         below: 1,

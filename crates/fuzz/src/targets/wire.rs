@@ -69,6 +69,7 @@ pub fn descriptor_seeds() -> Vec<Vec<u8>> {
     let change = DiskChange {
         disk: 1,
         kind: ChangeKind::Zeroed,
+        awaited: true,
         range: 512..4096,
         number: 5,
         below: 4,

@@ -1,15 +1,15 @@
 //! The channels on which changes of disks come: one thread each, which writes what comes into the image that it is for.
 //!
-//! Owned by the connection set. Threads share the images, where the later number wins, and nothing else. Refuses: a disk that
-//! does not come, and whatever is no change.
+//! Owned by the connection set. Threads share the images, where the later number wins, and the way back to the source, which hears at once
+//! of what a guest waits for. Refuses: a disk that does not come, and whatever is no change.
 
 use super::progress::{End, Progress};
 use super::receiver::{ReceiveError, SILENCE_MAX};
-use crate::faults::reached;
+use crate::faults::{planted, reached};
 use godwit_blockio::{Arriving, Buffer};
 use godwit_migrate::protocol::{CHANGE_CHANNELS_MAX, ToSource};
 use godwit_transport::{Closer, Connection, Meter, Patience, RecordReader, TransportError};
-use godwit_wire::{DiskChange, PAYLOAD_LEN_MAX, RecordKind};
+use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX, RecordKind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,6 +22,21 @@ const TOLD_EVERY: Duration = Duration::from_millis(100);
 
 /// The images that are to be filled, by the disk's place in the VM; `None`: one that stays, or is there already.
 pub type Disks = Arc<Vec<Option<Arriving>>>;
+
+/// Tells the source at once that so many records of a channel, by its index, are carried out.
+pub type TellApplied = Arc<dyn Fn(u32, u64) -> Result<(), TransportError> + Send + Sync>;
+
+/// What tells it on this control channel.
+pub fn tell_on(control: &Arc<SharedControl>) -> TellApplied {
+    let control = Arc::clone(control);
+    Arc::new(move |channel, records| {
+        control.send(&ToSource::ChangesApplied {
+            channel,
+            records,
+            writing_ms: None,
+        })
+    })
+}
 
 /// One that has connected.
 struct Channel {
@@ -45,6 +60,7 @@ impl Channel {
 /// Those of a connection set, and the images that they fill.
 pub struct ChangeChannels {
     disks: Disks,
+    tell: TellApplied,
     /// The source said that it makes so many.
     expected: usize,
     /// At each index what has connected.
@@ -54,9 +70,10 @@ pub struct ChangeChannels {
 
 impl ChangeChannels {
     /// Before the set's first word; what comes goes to these images.
-    pub fn new(disks: Disks) -> Self {
+    pub fn new(disks: Disks, tell: TellApplied) -> Self {
         Self {
             disks,
+            tell,
             expected: 0,
             slots: (0..CHANGE_CHANNELS_MAX).map(|_| None).collect(),
             told_at: None,
@@ -84,8 +101,20 @@ impl ChangeChannels {
         let closer = connection.closer();
         let reader = connection.split().0;
         let (meter, progress) = (reader.meter(), Arc::<Progress>::default());
-        let (disks, ours) = (Arc::clone(&self.disks), Arc::clone(&progress));
-        let work = move || receive(reader, &disks, &ours);
+        let mut receiver = ChangeReceiver {
+            reader,
+            content: Buffer::zeroed(PAYLOAD_LEN_MAX),
+            disks: Arc::clone(&self.disks),
+            progress: Arc::clone(&progress),
+            tell: Arc::clone(&self.tell),
+            index: index as u32,
+        };
+        let work = move || {
+            let end = receiver.run();
+            let end = end.map_or_else(|error| error.end(), |()| End::Finished);
+            receiver.progress.ended(end);
+            receiver.reader
+        };
         let thread = std::thread::Builder::new()
             .name("receive-disk".into())
             .spawn(work);
@@ -173,27 +202,19 @@ impl ChangeChannels {
     }
 }
 
-fn receive(reader: RecordReader, disks: &Disks, progress: &Progress) -> RecordReader {
-    let mut receiver = ChangeReceiver {
-        reader,
-        content: Buffer::zeroed(PAYLOAD_LEN_MAX),
-    };
-    let end = match receiver.run(disks, progress) {
-        Ok(()) => End::Finished,
-        Err(error) => error.end(),
-    };
-    progress.ended(end);
-    receiver.reader
-}
-
 struct ChangeReceiver {
     reader: RecordReader,
     /// Of the change that is carried out.
     content: Buffer,
+    disks: Disks,
+    progress: Arc<Progress>,
+    tell: TellApplied,
+    /// The channel's among those of its set.
+    index: u32,
 }
 
 impl ChangeReceiver {
-    fn run(&mut self, disks: &Disks, progress: &Progress) -> Result<(), ReceiveError> {
+    fn run(&mut self) -> Result<(), ReceiveError> {
         let patience = Patience::idle(SILENCE_MAX);
         loop {
             let record = self.reader.next(&patience)?;
@@ -202,23 +223,37 @@ impl ChangeReceiver {
                 RecordKind::Final => return Ok(()),
                 _ => return Err(ReceiveError::OutOfPlace),
             };
-            let content = match change.payload_len() {
-                Some(len) => {
-                    let content = self.content.bytes_mut().get_mut(..len);
-                    let content = content.ok_or(ReceiveError::OutOfPlace)?;
-                    self.reader.next_payload_into(content, &patience)?;
-                    Some(&*content)
-                }
-                None => None,
-            };
-            let disk = disks.get(usize::from(change.disk));
-            let disk = disk.and_then(Option::as_ref);
-            let disk = disk.ok_or(ReceiveError::OutOfPlace)?;
-            let began = Instant::now();
-            disk.apply(change.number, change.below, &change.range, content)?;
-            progress.spent(began.elapsed(), Duration::ZERO);
-            progress.applied(self.reader.next_counter());
+            if let Some(len) = change.payload_len() {
+                let content = self.content.bytes_mut().get_mut(..len);
+                let content = content.ok_or(ReceiveError::OutOfPlace)?;
+                self.reader.next_payload_into(content, &patience)?;
+            }
+            self.carry_out(&change)?;
+            let records = self.reader.next_counter();
+            self.progress.applied(records);
+            if change.awaited {
+                (self.tell)(self.index, records)?;
+            }
             reached("destination.disk-change");
         }
+    }
+
+    fn carry_out(&self, change: &DiskChange) -> Result<(), ReceiveError> {
+        let disk = self.disks.get(usize::from(change.disk));
+        let disk = disk
+            .and_then(Option::as_ref)
+            .ok_or(ReceiveError::OutOfPlace)?;
+        let began = Instant::now();
+        if change.kind == ChangeKind::Flushed {
+            if !planted("awaited-flush-skipped") {
+                disk.sync()?;
+            }
+        } else {
+            let len = change.payload_len();
+            let content = len.and_then(|len| self.content.bytes().get(..len));
+            disk.apply(change.number, change.below, &change.range, content)?;
+        }
+        self.progress.spent(began.elapsed(), Duration::ZERO);
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! barrier is a state and no wait, so that the driver hears its other peers meanwhile. Refuses: an index beyond the
 //! protocol's bound, and a barrier for which nothing moves any more.
 
-use super::changes::{ChangeChannels, Disks};
+use super::changes::{ChangeChannels, Disks, TellApplied};
 use super::memory::Memory;
 use super::progress::{End, Progress};
 use super::receiver;
@@ -65,8 +65,9 @@ pub struct Channels {
 }
 
 impl Channels {
-    /// None yet: the set's first word has not come. `first_pass` outlives the set: whether no pass was complete so far.
-    pub fn new(first_pass: Arc<AtomicBool>, disks: Disks) -> Self {
+    /// None yet: the set's first word has not come. `first_pass` outlives the set: whether no pass was complete so far. What a guest waits
+    /// for is told by `tell`.
+    pub fn new(first_pass: Arc<AtomicBool>, disks: Disks, tell: TellApplied) -> Self {
         Self {
             slots: Vec::new(),
             first: 0,
@@ -75,7 +76,7 @@ impl Channels {
             first_pass,
             received: false,
             late: Vec::new(),
-            changes: ChangeChannels::new(disks),
+            changes: ChangeChannels::new(disks, tell),
         }
     }
 
@@ -280,7 +281,8 @@ mod tests {
     use super::*;
 
     fn begun() -> Channels {
-        let mut channels = Channels::new(Arc::new(AtomicBool::new(true)), Disks::default());
+        let first_pass = Arc::new(AtomicBool::new(true));
+        let mut channels = Channels::new(first_pass, Disks::default(), Arc::new(|_, _| Ok(())));
         assert!(channels.begin(2, 0));
         assert!(!channels.begin(2, 0), "begun twice");
         channels

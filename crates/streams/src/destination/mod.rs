@@ -13,7 +13,7 @@ mod progress;
 mod receiver;
 
 pub use arrivals::{Arrivals, turn_away};
-pub use changes::{ChangeChannels, Disks};
+pub use changes::{ChangeChannels, Disks, TellApplied, tell_on};
 pub use channels::{Channels, Shares};
 pub use held::Held;
 pub use memory::{Memory, empty};

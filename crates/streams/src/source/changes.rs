@@ -1,43 +1,44 @@
 //! Changes of a VM's disks on their way to the destination.
 //!
-//! Whoever mirrors a disk gives changes; each gets the next number and goes to the channel that has least to send. One thread
+//! Whoever mirrors a disk gives changes; each gets the next number and goes to the channel that has least under way. One thread
 //! per channel owns its queue, so that channels share nothing; the later number wins at the destination, whichever way is
 //! faster. What is under way is bounded: whoever gives asks for room first.
+//!
+//! On a near link the guest waits until its writes are carried out, and has channels of its own, so that they do not queue behind
+//! what is copied; on a far one its source's answer is enough.
 //!
 //! [`Changes`] lives as long as the migration; channels come and go with its connection sets. What a lost set had under way is
 //! told to who gave it, by disk. Refuses: nothing that is given; without channels it is lost at once.
 
+use super::awaited::{Awaited, Over};
+use super::change_lanes::{Lane, Order, Sent, Task};
 use super::connections::FAR_RTT;
 use super::ending::Ending;
-use super::events::{FromPeer, Happened, SetEvent, TellDriver};
+use super::events::TellDriver;
 use super::maker::{Joining, Maker};
-use super::sender::{FINISH_WAIT, SILENCE_MAX};
-use godwit_blockio::filters::{Change, Course, Origin, Outlet};
-use godwit_transport::{Closer, Connection, Meter, Patience, RecordWriter, TransportError};
-use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX};
+use godwit_blockio::filters::{Change, Course, Origin, Outlet, PATIENCE};
+use godwit_transport::{Connection, TransportError};
+use godwit_types::version::MIGRATION_WITH_AWAITED_CHANGES;
+use godwit_wire::PAYLOAD_LEN_MAX;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// How many channels are made. Each carries out one change at a time at the destination, and a far one has more under way.
+pub(super) const CHANNELS: u32 = 16;
 /// Bytes of each origin that may be under way.
 const UNDER_WAY_MAX: u64 = 64 << 20;
 /// Changes of both together that may be, which bounds what the destination has to remember.
 const COUNT_MAX: usize = 1 << 16;
 /// A change without content counts as so many bytes.
 const ZERO_COST: u64 = 4096;
-/// A destination from which nothing is heard for so long, or for four round trips, is waited for by nobody.
-const SILENT_FOR: Duration = Duration::from_millis(500);
-/// Nor is one that is heard and carries nothing out for so long.
+/// A flush takes as long as a change of so many bytes, or so.
+const FLUSH_WEIGHT: u64 = 1 << 20;
+/// A destination that is heard and carries nothing out for so long is waited for by nobody, as is one that is silent.
 const STUCK_FOR: Duration = Duration::from_secs(2);
-
-/// How many channels are made. Each carries out one change at a time at the destination, and a far one has more under way.
-pub(super) fn channels_for(rtt: Duration) -> u32 {
-    if rtt < FAR_RTT { 8 } else { 16 }
-}
 
 /// A VM's disks' changes. Clones are the same ones.
 #[derive(Debug, Clone)]
@@ -52,6 +53,8 @@ struct Shared {
     heard_ms: AtomicU64,
     moved_ms: AtomicU64,
     silent_ms: AtomicU64,
+    /// Whether guests wait until the destination has carried out what they write.
+    awaits: AtomicBool,
     /// No change with a lower number is under way.
     below: Arc<AtomicU64>,
     state: Mutex<State>,
@@ -70,36 +73,27 @@ struct State {
     carried: VecDeque<bool>,
 }
 
-/// A change that is under way.
-#[derive(Debug)]
-struct Sent {
+/// What the channels of a set are made on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Link {
+    pub rtt: Duration,
+    /// The version of the control channel.
+    pub protocol: u32,
+}
+
+impl Link {
+    /// Whether guests wait for the destination: where that costs them little, and it says at once what it has done.
+    fn is_awaited(&self) -> bool {
+        self.rtt < FAR_RTT && self.protocol >= MIGRATION_WITH_AWAITED_CHANGES
+    }
+}
+
+/// Where an order belongs.
+struct To {
     disk: u8,
-    number: u64,
-    range: Range<u64>,
     origin: Origin,
-    cost: u64,
-}
-
-/// A change that waits for its channel.
-#[derive(Debug)]
-enum Task {
-    Send(Sent, Change),
-    End,
-}
-
-/// One thread and what it has to send.
-#[derive(Debug)]
-struct Lane {
-    tasks: Sender<Task>,
-    waiting: Arc<AtomicU64>,
-    /// By the number of records that had left with it, ascending.
-    sent: Arc<Mutex<VecDeque<(u64, Sent)>>>,
-    meter: Arc<Meter>,
-    /// How long the destination has written what came on it, once it has told.
-    writing: Option<Duration>,
-    closer: Closer,
-    /// Gives back what it has not sent.
-    thread: JoinHandle<Vec<Sent>>,
+    range: Range<u64>,
+    awaited: Option<Arc<Awaited>>,
 }
 
 impl Default for Changes {
@@ -109,7 +103,8 @@ impl Default for Changes {
             under_way: [AtomicU64::new(0), AtomicU64::new(0)],
             heard_ms: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
-            silent_ms: AtomicU64::new(SILENT_FOR.as_millis() as u64),
+            silent_ms: AtomicU64::new(PATIENCE.as_millis() as u64),
+            awaits: AtomicBool::new(false),
             below: Arc::new(AtomicU64::new(1)),
             state: Mutex::new(State {
                 below: 1,
@@ -122,12 +117,18 @@ impl Default for Changes {
 
 impl Changes {
     /// Where the changes of a disk go, by its place in the VM. What may not come is told to its course.
-    pub fn of_disk(&self, disk: u8, course: &Course) -> Box<dyn Outlet> {
+    pub fn of_disk(
+        &self,
+        disk: u8,
+        course: &Course,
+    ) -> Result<Box<dyn Outlet>, godwit_blockio::Error> {
+        let over = Over::new()?;
         lock(&self.0.courses).insert(disk, course.clone());
-        Box::new(DiskOutlet {
+        Ok(Box::new(DiskOutlet {
             changes: self.clone(),
             disk,
-        })
+            over,
+        }))
     }
 
     /// Bytes that the destination has not carried out.
@@ -174,10 +175,14 @@ impl Changes {
             }
         }
         for (_, sent) in &done {
-            state.carried_out(sent.number);
+            lane.load = lane.load.saturating_sub(sent.weight);
             self.0.ended(sent);
         }
+        for (_, sent) in &done {
+            state.carried_out(sent.number);
+        }
         self.0.below.store(state.below, Ordering::Release);
+        drop(state);
         if !done.is_empty() {
             self.0.moved_ms.store(self.0.now_ms(), Ordering::Relaxed);
         }
@@ -187,16 +192,16 @@ impl Changes {
     pub(super) fn open(
         &self,
         maker: &Maker,
-        rtt: Duration,
+        link: Link,
         (until, ending): (Instant, &Ending),
         tell: &TellDriver,
     ) -> Result<(), TransportError> {
-        let indices = 0..channels_for(rtt) as usize;
+        let indices = 0..CHANNELS as usize;
         let joining = indices.map(|index| maker.begin_changes(index, until));
         let joining: Vec<Joining> = joining.collect::<Result<_, _>>()?;
         let made = joining.iter().map(|joining| joining.wait(until, ending));
         let made: Vec<Connection> = made.collect::<Result<_, _>>()?;
-        self.attach(maker.number, made, rtt, tell)
+        self.attach(maker.number, made, link, tell)
     }
 
     /// Takes the channels of a new set.
@@ -204,7 +209,7 @@ impl Changes {
         &self,
         set: u16,
         connections: Vec<Connection>,
-        rtt: Duration,
+        link: Link,
         tell: &TellDriver,
     ) -> Result<(), TransportError> {
         let lanes = connections.into_iter().map(|connection| {
@@ -212,8 +217,9 @@ impl Changes {
             Lane::start(set, connection, below, tell)
         });
         let lanes: Result<Vec<Lane>, TransportError> = lanes.collect();
-        let silent = SILENT_FOR.max(4 * rtt).as_millis() as u64;
+        let silent = PATIENCE.max(4 * link.rtt).as_millis() as u64;
         self.0.silent_ms.store(silent, Ordering::Relaxed);
+        self.0.awaits.store(link.is_awaited(), Ordering::Relaxed);
         self.heard();
         let mut state = self.0.lock();
         (state.set, state.lanes) = (set, lanes?);
@@ -260,11 +266,12 @@ impl Changes {
         bytes.sum()
     }
 
-    fn give(&self, disk: u8, origin: Origin, range: Range<u64>, change: Change) {
-        let len = range.end.saturating_sub(range.start);
-        let cost = match &change {
-            Change::Written(..) => len,
-            Change::Zeroed => ZERO_COST,
+    fn give(&self, order: Order, to: To) {
+        let len = to.range.end.saturating_sub(to.range.start);
+        let (cost, weight) = match &order {
+            Order::Change(Change::Written(..)) => (len, len),
+            Order::Change(Change::Zeroed) => (ZERO_COST, ZERO_COST),
+            Order::Flush => (ZERO_COST, FLUSH_WEIGHT),
         };
         let shared = &self.0;
         if self.under_way_bytes() == 0 {
@@ -272,30 +279,35 @@ impl Changes {
             shared.moved_ms.store(shared.now_ms(), Ordering::Relaxed);
         }
         shared
-            .under_way_of(origin)
+            .under_way_of(to.origin)
             .fetch_add(cost, Ordering::AcqRel);
         let mut state = shared.lock();
         let number = state.below + state.carried.len() as u64;
         state.carried.push_back(false);
         let sent = Sent {
-            disk,
+            disk: to.disk,
             number,
-            range,
-            origin,
+            range: to.range,
+            origin: to.origin,
             cost,
+            weight,
+            awaited: to.awaited,
         };
-        let lanes = state.lanes.iter();
-        let Some(lane) = lanes.min_by_key(|lane| lane.waiting.load(Ordering::Relaxed)) else {
+        let Some(lane) = state.lane_for(to.origin, self.awaits()) else {
             drop(state);
             return self.lose(sent);
         };
-        lane.waiting.fetch_add(cost, Ordering::Relaxed);
-        if let Err(unsent) = lane.tasks.send(Task::Send(sent, change)) {
+        lane.load += weight;
+        if let Err(unsent) = lane.tasks.send(Task::Send(sent, order)) {
             drop(state);
             if let Task::Send(sent, _) = unsent.0 {
                 self.lose(sent);
             }
         }
+    }
+
+    fn awaits(&self) -> bool {
+        self.0.awaits.load(Ordering::Relaxed)
     }
 
     fn is_silent(&self) -> bool {
@@ -337,6 +349,17 @@ impl Shared {
 }
 
 impl State {
+    /// The one with the least load: where guests wait, of those that are theirs.
+    fn lane_for(&mut self, origin: Origin, awaits: bool) -> Option<&mut Lane> {
+        let half = self.lanes.len() / 2;
+        let lanes = match (awaits && half > 0, origin) {
+            (false, _) => &mut self.lanes[..],
+            (true, Origin::Guest) => self.lanes.split_at_mut(half).0,
+            (true, Origin::Copy) => self.lanes.split_at_mut(half).1,
+        };
+        lanes.iter_mut().min_by_key(|lane| lane.load)
+    }
+
     fn carried_out(&mut self, number: u64) {
         let place = number.checked_sub(self.below);
         let place = place.and_then(|place| usize::try_from(place).ok());
@@ -350,109 +373,43 @@ impl State {
     }
 }
 
-impl Lane {
-    fn start(
-        set: u16,
-        connection: Connection,
-        below: Arc<AtomicU64>,
-        tell: &TellDriver,
-    ) -> Result<Self, TransportError> {
-        let closer = connection.closer();
-        let writer = connection.split().1;
-        let meter = writer.meter();
-        let (tasks, received) = channel();
-        let (waiting, sent) = (Arc::new(AtomicU64::new(0)), Arc::default());
-        let mut worker = Worker {
-            writer,
-            below,
-            waiting: Arc::clone(&waiting),
-            sent: Arc::clone(&sent),
-        };
-        let tell = Arc::clone(tell);
-        let work = move || worker.run(&received, set, &tell);
-        let thread = std::thread::Builder::new()
-            .name("send-disk".into())
-            .spawn(work);
-        let thread = thread.map_err(|source| TransportError::System {
-            doing: "start a thread that sends a disk's changes",
-            source,
-        })?;
-        Ok(Self {
-            tasks,
-            waiting,
-            sent,
-            meter,
-            writing: None,
-            closer,
-            thread,
-        })
-    }
-}
-
-/// What a channel's thread has.
-struct Worker {
-    writer: RecordWriter,
-    below: Arc<AtomicU64>,
-    waiting: Arc<AtomicU64>,
-    sent: Arc<Mutex<VecDeque<(u64, Sent)>>>,
-}
-
-impl Worker {
-    /// Sends until the channel fails or is to end; gives back what was not sent.
-    fn run(&mut self, tasks: &Receiver<Task>, set: u16, tell: &TellDriver) -> Vec<Sent> {
-        let mut unsent = Vec::new();
-        let mut has_failed = false;
-        for task in tasks {
-            let failed = match task {
-                Task::Send(sent, _) if has_failed => {
-                    unsent.push(sent);
-                    continue;
-                }
-                Task::Send(sent, change) => self.send(sent, &change),
-                Task::End => self.writer.finish(&Patience::idle(FINISH_WAIT)),
-            };
-            if let Err(error) = failed
-                && !std::mem::replace(&mut has_failed, true)
-            {
-                let (from, at) = (FromPeer::of(&error), Instant::now());
-                let what = Happened::Peer { from, at };
-                // The driver is gone only when nobody needs to know.
-                let _ = tell(SetEvent { set, what });
-            }
-        }
-        unsent
-    }
-
-    /// Booked before it leaves: the destination may answer at once.
-    fn send(&mut self, sent: Sent, change: &Change) -> Result<(), TransportError> {
-        let (range, number) = (sent.range.clone(), sent.number);
-        let len = (range.end - range.start) as usize;
-        let (kind, bytes) = match change {
-            Change::Written(buffer, at) => {
-                let bytes = buffer.bytes().get(*at..*at + len);
-                (ChangeKind::Written, bytes.unwrap_or_default())
-            }
-            Change::Zeroed => (ChangeKind::Zeroed, &[][..]),
-        };
-        let change = DiskChange {
-            disk: sent.disk,
-            kind,
-            range,
-            number,
-            below: self.below.load(Ordering::Acquire).min(number),
-        };
-        self.waiting.fetch_sub(sent.cost, Ordering::Relaxed);
-        let records = self.writer.next_counter() + 1 + u64::from(kind == ChangeKind::Written);
-        lock(&self.sent).push_back((records, sent));
-        let patience = Patience::idle(SILENCE_MAX);
-        self.writer.send_change(&change, bytes, &patience)
-    }
-}
-
 /// Where the changes of one disk go.
 struct DiskOutlet {
     changes: Changes,
     disk: u8,
+    over: Arc<Over>,
+}
+
+impl DiskOutlet {
+    /// A record holds a part of a change at most.
+    fn give_parts(&self, whole: To, change: Change) {
+        let Change::Written(buffer, at) = change else {
+            return self.changes.give(Order::Change(change), whole);
+        };
+        let mut start = whole.range.start;
+        while start < whole.range.end {
+            let end = whole.range.end.min(start + PAYLOAD_LEN_MAX as u64);
+            let inside = at + (start - whole.range.start) as usize;
+            let piece = Change::Written(Arc::clone(&buffer), inside);
+            let part = To {
+                range: start..end,
+                awaited: whole.awaited.clone(),
+                ..whole
+            };
+            self.changes.give(Order::Change(piece), part);
+            start = end;
+        }
+    }
+
+    fn to(&self, origin: Origin, range: Range<u64>, awaited: Option<Arc<Awaited>>) -> To {
+        let disk = self.disk;
+        To {
+            disk,
+            origin,
+            range,
+            awaited,
+        }
+    }
 }
 
 impl Outlet for DiskOutlet {
@@ -473,23 +430,41 @@ impl Outlet for DiskOutlet {
         2 * under_way.load(Ordering::Acquire) > UNDER_WAY_MAX
     }
 
-    /// A record holds a part of a change at most.
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
-        let Change::Written(buffer, at) = change else {
-            return self.changes.give(self.disk, origin, range, change);
-        };
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + PAYLOAD_LEN_MAX as u64);
-            let inside = at + (start - range.start) as usize;
-            let piece = Change::Written(Arc::clone(&buffer), inside);
-            self.changes.give(self.disk, origin, start..end, piece);
-            start = end;
+        self.give_parts(self.to(origin, range, None), change);
+    }
+
+    fn confirms(&self) -> bool {
+        self.changes.awaits()
+    }
+
+    fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {
+        let awaited = self.confirms().then(|| Awaited::begin(number, &self.over));
+        let confirms = awaited.is_some();
+        self.give_parts(self.to(Origin::Guest, range, awaited), change);
+        confirms
+    }
+
+    fn flush(&mut self, number: u64) -> bool {
+        if !self.confirms() {
+            return false;
         }
+        let awaited = Awaited::begin(number, &self.over);
+        let to = self.to(Origin::Guest, 0..0, Some(awaited));
+        self.changes.give(Order::Flush, to);
+        true
+    }
+
+    fn take_ended(&mut self) -> Vec<u64> {
+        self.over.take()
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.over.bell.as_fd())
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

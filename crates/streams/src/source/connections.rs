@@ -7,7 +7,7 @@
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
 
-use super::changes::{Changes, channels_for};
+use super::changes::{CHANNELS, Changes, Link};
 use super::ending::Ending;
 use super::events::{Happened, SetEvent, TellDriver};
 use super::gauge::Gauge;
@@ -139,7 +139,7 @@ impl ConnectionSet {
             set: plan.number,
             streams,
             pages: plan.ram.page_count(),
-            changes: plan.changes.map_or(0, |_| channels_for(rtt)),
+            changes: plan.changes.map_or(0, |_| CHANNELS),
         };
         while_unheard(&control, plan.ending, || {
             announce(&control, &begin, extents, plan.ending)?;
@@ -164,7 +164,9 @@ impl ConnectionSet {
             };
             set.open_data(joining, until, plan.ending)?;
             if let Some(changes) = plan.changes {
-                changes.open(&set.maker, rtt, (until, plan.ending), plan.tell)?;
+                let protocol = plan.protocol;
+                let link = Link { rtt, protocol };
+                changes.open(&set.maker, link, (until, plan.ending), plan.tell)?;
             }
             Ok(set)
         })

@@ -1,10 +1,12 @@
 //! The sending side: a set of channels, and what is sent on them.
 //!
 //! `connections` is the set, `maker` makes its channels, `sender` is one channel's thread, `pass` the work they share,
-//! `changes` what disks send, `unacked` what may have to be sent again, `routes` the ways to the destination, `ending` that nobody wants them any
+//! `changes` what disks send, `change_lanes` the channels for that and `awaited` what a guest waits for, `unacked` what may have to be sent again, `routes` the ways to the destination, `ending` that nobody wants them any
 //! more, `hearing` what the destination says, `events` what a set tells its driver, `gauge` what the choice of streams
 //! looks at, `outgoing` what the whole host sends.
 
+mod awaited;
+mod change_lanes;
 mod changes;
 mod connections;
 mod ending;

@@ -23,7 +23,7 @@ use crate::variables::Arriving;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
-use godwit_streams::destination::{Arrivals, Channels, Disks, End, Held, Memory};
+use godwit_streams::destination::{Arrivals, Channels, Disks, End, Held, Memory, tell_on};
 use godwit_streams::{ControlSlot, SharedControl};
 use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
@@ -278,11 +278,12 @@ impl DestinationDriver {
         self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);
         let now = Instant::now();
+        let (first_pass, disks) = (Arc::clone(&self.first_pass), Arc::clone(&self.disks));
         Ok(ConnectionSet {
             number,
+            channels: Channels::new(first_pass, disks, tell_on(&control)),
             control,
             receiver,
-            channels: Channels::new(Arc::clone(&self.first_pass), Arc::clone(&self.disks)),
             held: Held::default(),
             device_state: Vec::new(),
             announced_pages: 0,

@@ -90,6 +90,7 @@ impl Disks {
             let served = disks.get(index).and_then(Option::as_deref);
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course);
+            let outlet = outlet.map_err(internal)?;
             let filter = Mirroring::new(named.bytes, outlet, &course);
             put((served, named.bytes), disk, Box::new(filter))?;
             source.disks.push(Along {
