@@ -7,14 +7,12 @@
 
 use super::asm::{Asm, AsmError};
 use super::boot_counter;
+use super::firmware::{self, SCATTER, SECTOR};
 use std::io;
 use std::os::unix::fs::FileExt;
 
 /// Where the number of the last round is in guest memory, and behind it whether something was wrong.
 const ROUND: u64 = 0x7000;
-const SECTOR: usize = 512;
-/// Odd, so that as many rounds as there are places write each of them once.
-const SCATTER: u32 = 0x9e37_79b1;
 
 /// Which sectors the guest writes, and with what number it begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,21 +117,9 @@ impl Spread {
 /// All that runs, a sector behind the other as it is in memory.
 fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
     let mut asm = Asm::default();
-    // Labels count from here: jmp 0x07c0:begin
-    asm.op_offset16(&[0xea], "begin").op(&[0xc0, 0x07]);
-    asm.label("begin")
-        .op(&[0xfa, 0x31, 0xc0]) // cli; xor ax, ax
-        .op(&[0x8e, 0xd8, 0x8e, 0xc0, 0x8e, 0xd0]) // mov ds, ax; mov es, ax; mov ss, ax
-        .op(&[0xbc, 0x00, 0x7c, 0xfb, 0xfc]) // mov sp, 0x7c00; sti; cld
-        .op(&[0x88, 0x16, 0x08, 0x70]) // mov [0x7008], dl: the drive
-        .op(&[0x66, 0x31, 0xc0]) // xor eax, eax
-        .op(&[0x66, 0xa3, 0x00, 0x70]) // mov [0x7000], eax
-        .op(&[0x66, 0xa3, 0x04, 0x70]) // mov [0x7004], eax
-        // The packet of the firmware's calls: its size, one sector, where, and the sector's upper half.
-        .op(&[0x66, 0xa3, 0x1c, 0x70]) // mov [0x701c], eax
-        .op(&[0xc7, 0x06, 0x10, 0x70, 0x10, 0x00]) // mov word [0x7010], 16
-        .op(&[0xc7, 0x06, 0x12, 0x70, 0x01, 0x00]) // mov word [0x7012], 1
-        .op(&[0xc7, 0x06, 0x16, 0x70, 0x00, 0x00]); // mov word [0x7016], 0
+    firmware::begin(&mut asm);
+    asm.op(&[0x88, 0x16, 0x08, 0x70]); // mov [0x7008], dl: the drive
+    firmware::prepare(&mut asm, &[]);
     if spread.has_lives {
         begin_a_life(&mut asm);
     }
@@ -141,38 +127,20 @@ fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
         load_the_rest(&mut asm);
     }
     asm.jump(0xeb, "round"); // jmp
-    asm.label("wrong")
-        .op(&[0x66, 0xc7, 0x06, 0x04, 0x70, 1, 0, 0, 0]) // mov dword [0x7004], 1
-        .op(&[0xf4, 0xeb, 0xfd]); // hlt; jmp to it
-    asm.label("round")
-        .op(&[0x66, 0xa1, 0x00, 0x70, 0x66, 0x40]) // mov eax, [0x7000]; inc eax
-        .op(&[0x66, 0xa3, 0x0c, 0x70]) // mov [0x700c], eax
-        .op(&[0xbf, 0x00, 0x80, 0xb9, 0x80, 0x00]) // mov di, 0x8000; mov cx, 128
-        .op(&[0xf3, 0x66, 0xab]) // rep stosd
-        .op_imm32(&[0x66, 0x69, 0xc0], SCATTER) // imul eax, eax, scatter
-        .op_imm32(&[0x66, 0x25], spread.places - 1) // and eax, places - 1
-        .op(&[0x66, 0xc1, 0xe0, spread.apart.ilog2() as u8]) // shl eax, log2 of apart
-        .op(&[0x66, 0x40]) // inc eax
-        .op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector
-        .op_offset16(&[0xbb], "look_back")
-        .op(&[0xff, 0xd3]) // mov bx, look_back; call bx
-        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x80]) // mov word [0x7014], 0x8000
-        .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
-    call(&mut asm, "wrong");
-    asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x90]) // mov word [0x7014], 0x9000
-        .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
-    call(&mut asm, "wrong");
-    asm.op(&[0xbe, 0x00, 0x80, 0xbf, 0x00, 0x90]) // mov si, 0x8000; mov di, 0x9000
-        .op(&[0xb9, 0x80, 0x00, 0xf3, 0x66, 0xa7]) // mov cx, 128; repe cmpsd
-        .jump(0x75, "wrong") // jne
-        .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
-        .op(&[0x66, 0xa3, 0x00, 0x70]); // mov [0x7000], eax
+    firmware::wrong(&mut asm);
+    asm.label("round");
+    firmware::next_round(&mut asm, spread.places);
+    asm.op(&[0x66, 0xc1, 0xe0, spread.apart.ilog2() as u8]); // shl eax, log2 of apart
+    firmware::aim(&mut asm);
+    asm.op_offset16(&[0xbb], "look_back").op(&[0xff, 0xd3]); // mov bx, look_back; call bx
+    firmware::write_and_compare(&mut asm, "wrong");
+    firmware::end_round(&mut asm);
     if spread.counts_until_mib.is_some() {
         asm.op_offset16(&[0xbb], "step").op(&[0xff, 0xd3]); // mov bx, step; call bx
     }
     asm.jump(0xeb, "round"); // jmp
     look_back(&mut asm, spread.places);
-    asm.pad(SECTOR - 2).op(&[0x55, 0xaa]);
+    firmware::sign(&mut asm);
     if let Some(until_mib) = spread.counts_until_mib {
         boot_counter::append(&mut asm, until_mib);
         asm.pad(2 * SECTOR);
@@ -180,25 +148,18 @@ fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
     asm.finish()
 }
 
-/// The sector that is written next must have what was written there as many rounds ago as there are places, once this life has come so far.
+/// Looks back once this life has come so far that it wrote the place before.
 fn look_back(asm: &mut Asm, places: u32) {
     asm.label("look_back")
         .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
         .op_imm32(&[0x66, 0x25], LIFE - 1) // and eax, the rounds of a life
         .op_imm32(&[0x66, 0x3d], places) // cmp eax, places
-        .jump(0x76, "seen") // jbe
-        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x90]) // mov word [0x7014], 0x9000
-        .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
-    call(asm, "lost");
-    asm.op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
-        .op_imm32(&[0x66, 0x2d], places) // sub eax, places
-        .op(&[0x66, 0x3b, 0x06, 0x00, 0x90]) // cmp eax, [0x9000]
-        .jump(0x75, "lost"); // jne
+        .jump(0x76, "seen"); // jbe
+    firmware::look_back(asm, places, "lost");
     asm.label("seen").op(&[0xc3]); // ret
     // Too far for a short jump.
-    asm.label("lost")
-        .op_offset16(&[0xbb], "wrong")
-        .op(&[0xff, 0xe3]); // mov bx, wrong; jmp bx
+    asm.label("lost");
+    firmware::go(asm, "wrong");
 }
 
 /// The rest of the program comes behind the first sector in memory.
@@ -206,7 +167,7 @@ fn load_the_rest(asm: &mut Asm) {
     asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7e]) // mov word [0x7014], 0x7e00
         .op_imm32(&[0x66, 0xc7, 0x06, 0x18, 0x70], REST as u32) // mov dword [0x7018], the sector
         .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
-    call(asm, "wrong");
+    firmware::call(asm, "wrong");
 }
 
 /// The next life's number is written where the next one finds it, and its rounds begin after that.
@@ -215,20 +176,10 @@ fn begin_a_life(asm: &mut Asm) {
     asm.op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector, which is the first
         .op(&[0x66, 0xa1, at[0], at[1]]) // mov eax, [the last life]
         .op_imm32(&[0x66, 0x05], LIFE) // add eax, a life
-        .op(&[0x66, 0xa3, at[0], at[1]]) // mov [the last life], eax
-        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7c]) // mov word [0x7014], 0x7c00
-        .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
-    call(asm, "wrong");
+        .op(&[0x66, 0xa3, at[0], at[1]]); // mov [the last life], eax
+    firmware::write(asm, 0x7c00, "wrong");
     asm.op(&[0x66, 0xa1, at[0], at[1]]) // mov eax, [the last life]
         .op(&[0x66, 0xa3, 0x00, 0x70]); // mov [0x7000], eax
-}
-
-/// The firmware carries the packet out, or the guest goes there.
-fn call(asm: &mut Asm, otherwise: &'static str) {
-    asm.op(&[0xbe, 0x10, 0x70]) // mov si, 0x7010
-        .op(&[0x8a, 0x16, 0x08, 0x70]) // mov dl, [0x7008]
-        .op(&[0xcd, 0x13]) // int 0x13
-        .jump(0x72, otherwise); // jc
 }
 
 #[cfg(test)]

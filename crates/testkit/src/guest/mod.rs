@@ -8,5 +8,6 @@ pub mod counter;
 pub mod cpio;
 pub mod debian;
 pub mod disk_ledger;
+pub mod firmware;
 pub mod linux;
 pub mod uefi_program;
