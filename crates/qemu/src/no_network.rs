@@ -118,6 +118,27 @@ const BY_ARGUMENT: usize = HEAD + REFUSED.len() + OLDER.len();
 const OF_OWNERS: usize = BY_ARGUMENT + 13;
 const LEN: usize = OF_OWNERS + OWNERS.len() + 2;
 
+/// Three steps from this one on: a test of this call's first argument decides which of two steps answers. Other calls go on
+/// behind them.
+const fn by_first(
+    mut steps: [libc::sock_filter; LEN],
+    at: usize,
+    call: libc::c_long,
+    (test, value): (u16, u32),
+    (then, otherwise): (usize, usize),
+) -> [libc::sock_filter; LEN] {
+    let behind = at + 3;
+    steps[at] = step(IF_EQUAL, call as u32, 0, 2);
+    steps[at + 1] = step(LOAD, FIRST, 0, 0);
+    steps[at + 2] = step(
+        test,
+        value,
+        (then - behind) as u8,
+        (otherwise - behind) as u8,
+    );
+    steps
+}
+
 const fn program() -> [libc::sock_filter; LEN] {
     let (may, refuse) = (LEN - 2, LEN - 1);
     let mut steps = refusing(begun::<LEN>(), HEAD, &REFUSED);
@@ -126,27 +147,14 @@ const fn program() -> [libc::sock_filter; LEN] {
     steps[at] = step(IF_EQUAL, libc::SYS_clone3 as u32, 0, 1);
     let unknown = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
     steps[at + 1] = step(ANSWER, unknown, 0, 0);
-    steps[at + 2] = step(IF_EQUAL, libc::SYS_clone as u32, 0, 2);
-    steps[at + 3] = step(LOAD, FIRST, 0, 0);
-    steps[at + 4] = step(
-        IF_ANY,
-        libc::CLONE_THREAD as u32,
-        (may - at - 5) as u8,
-        (refuse - at - 5) as u8,
-    );
+    let thread = (IF_ANY, libc::CLONE_THREAD as u32);
+    steps = by_first(steps, at + 2, libc::SYS_clone, thread, (may, refuse));
     // Limits of its own are named by 0.
-    steps[at + 5] = step(IF_EQUAL, libc::SYS_prlimit64 as u32, 0, 2);
-    steps[at + 6] = step(LOAD, FIRST, 0, 0);
-    steps[at + 7] = step(IF_EQUAL, 0, (may - at - 8) as u8, (refuse - at - 8) as u8);
+    let own = (IF_EQUAL, 0);
+    steps = by_first(steps, at + 5, libc::SYS_prlimit64, own, (may, refuse));
     // Whoever began it may end before it does: it ends then, too.
-    steps[at + 8] = step(IF_EQUAL, libc::SYS_prctl as u32, 0, 2);
-    steps[at + 9] = step(LOAD, FIRST, 0, 0);
-    steps[at + 10] = step(
-        IF_EQUAL,
-        libc::PR_SET_PDEATHSIG as u32,
-        (refuse - at - 11) as u8,
-        (may - at - 11) as u8,
-    );
+    let end = (IF_EQUAL, libc::PR_SET_PDEATHSIG as u32);
+    steps = by_first(steps, at + 8, libc::SYS_prctl, end, (refuse, may));
     steps[at + 11] = step(IF_EQUAL, libc::SYS_fcntl as u32, 0, (may - at - 12) as u8);
     steps[at + 12] = step(LOAD, SECOND, 0, 0);
     refusing(steps, OF_OWNERS, &OWNERS)
