@@ -5,12 +5,13 @@
 
 use super::plan::{CopyMode, System};
 use super::site::{RUN, Site};
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::lab::MachineCommand;
 use godwit_testkit::qmp::Qmp;
 use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Stdio};
@@ -18,6 +19,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 const SOON: Duration = Duration::from_secs(30);
+/// QEMU's control, as the site's machine sees it.
+const MONITOR: &str = "/run/bench/qmp";
 
 /// A move that came to its end.
 #[derive(Debug)]
@@ -41,7 +44,8 @@ pub enum Attempt {
 
 enum Control {
     Ours(ChildStdin, Receiver<(Instant, Value)>),
-    Qemu(Box<Qmp>, CopyMode),
+    /// And where it writes what it has to say.
+    Qemu(Box<Qmp>, CopyMode, PathBuf),
 }
 
 pub struct Server {
@@ -66,11 +70,11 @@ impl Server {
             System::Daemon(mode) => daemon(site, image, mode, deadline),
             System::Qemu(mode) => {
                 let qemu = site.command("qemu-system-x86_64");
-                without_a_guest(site, qemu, image, mode, deadline)
+                without_a_guest(site, qemu, image, thread(system), mode, deadline)
             }
             System::Ten(mode) => {
                 let qemu = site.command(ten()?);
-                without_a_guest(site, qemu, image, mode, deadline)
+                without_a_guest(site, qemu, image, thread(system), mode, deadline)
             }
             System::Convert | System::VirtioBlk => bail!("it serves no disk on a socket"),
         }
@@ -91,7 +95,8 @@ impl Server {
     pub fn move_to(&mut self, to: &Path, deadline: Instant) -> Result<Attempt> {
         match &mut self.control {
             Control::Ours(input, lines) => move_ours(input, lines, to, deadline),
-            Control::Qemu(qmp, mode) => move_qemu(qmp, *mode, to, deadline),
+            Control::Qemu(qmp, mode, log) => move_qemu(qmp, *mode, to, deadline)
+                .map_err(|error| with_last_words(&error, &mut self.child, log)),
         }
     }
 }
@@ -192,22 +197,34 @@ pub fn blockdev(name: &str, image: &Path) -> Value {
     json!({"driver": "raw", "node-name": name, "cache": {"direct": true, "no-flush": false}, "file": file(image)})
 }
 
-fn export(thread: &str) -> Value {
-    json!({
-        "type": "vhost-user-blk", "id": "export", "node-name": "disk", "writable": true, "iothread": thread,
+/// Which thread of QEMU's serves its disk; else its main one does. QEMU 10.0 with a thread for it does not outlive `blockdev-add`
+/// under a load (`vhost_user_server_attach_aio_context: Assertion '!co_ctx || co_ctx == ctx' failed`), or hangs at
+/// `blockdev-mirror`. Without a guest the main one has nothing else to do.
+fn thread(system: System) -> Option<&'static str> {
+    (!matches!(system, System::Ten(_))).then_some("thread")
+}
+
+fn export(thread: Option<&str>) -> Value {
+    let mut export = json!({
+        "type": "vhost-user-blk", "id": "export", "node-name": "disk", "writable": true,
         "addr": {"type": "unix", "path": Path::new(RUN).join("disk")},
-    })
+    });
+    if let Some(thread) = thread {
+        export["iothread"] = thread.into();
+    }
+    export
 }
 
 fn daemon(site: &Site, image: &Path, mode: CopyMode, deadline: Instant) -> Result<Server> {
-    let monitor = Path::new(RUN).join("qmp");
     let mut command = site.command("qemu-storage-daemon");
     command.args(["--object", "iothread,id=thread"]);
     command.args(["--blockdev", &blockdev("disk", image).to_string()]);
     command.arg("--chardev");
-    command.arg(socket(&monitor));
+    command.arg(format!(
+        "socket,id=monitor,path={MONITOR},server=on,wait=off"
+    ));
     command.args(["--monitor", "chardev=monitor"]);
-    by_qmp(site, command, &monitor, mode, deadline)
+    by_qmp(site, command, thread(System::Daemon(mode)), mode, deadline)
 }
 
 /// Where `scripts/fetch-qemu10.sh` puts QEMU 10.0.
@@ -219,49 +236,69 @@ fn without_a_guest(
     site: &Site,
     mut command: MachineCommand,
     image: &Path,
+    thread: Option<&str>,
     mode: CopyMode,
     deadline: Instant,
 ) -> Result<Server> {
-    let monitor = Path::new(RUN).join("qmp");
     command.args(["-machine", "none", "-nodefaults", "-display", "none"]);
     command.args(["-object", "iothread,id=thread"]);
     command.args(["-blockdev", &blockdev("disk", image).to_string()]);
     command.arg("-chardev");
-    command.arg(socket(&monitor));
+    command.arg(format!(
+        "socket,id=monitor,path={MONITOR},server=on,wait=off"
+    ));
     command.args(["-mon", "chardev=monitor,mode=control"]);
-    by_qmp(site, command, &monitor, mode, deadline)
-}
-
-fn socket(monitor: &Path) -> String {
-    let path = monitor.display();
-    format!("socket,id=monitor,path={path},server=on,wait=off")
+    by_qmp(site, command, thread, mode, deadline)
 }
 
 fn by_qmp(
     site: &Site,
     mut command: MachineCommand,
-    monitor: &Path,
+    thread: Option<&str>,
     mode: CopyMode,
     deadline: Instant,
 ) -> Result<Server> {
+    let log = site.outside(&Path::new(RUN).join("qemu.log"));
     command.stdin(Stdio::null()).stdout(Stdio::null());
+    command.stderr(File::create(&log)?);
     let mut child = command.spawn().context("QEMU does not start")?;
-    let at: PathBuf = site.outside(monitor);
+    let at = site.outside(Path::new(MONITOR));
     let qmp = Qmp::connect(&at, deadline).and_then(|mut qmp| {
-        qmp.execute("block-export-add", export("thread"), deadline)?;
+        qmp.execute("block-export-add", export(thread), deadline)?;
         Ok(qmp)
     });
     match qmp {
         Ok(qmp) => Ok(Server {
             child,
-            control: Control::Qemu(Box::new(qmp), mode),
+            control: Control::Qemu(Box::new(qmp), mode, log),
         }),
         Err(error) => {
+            let error = with_last_words(&error, &mut child, &log);
             let _ = child.kill();
             let _ = child.wait();
             Err(error)
         }
     }
+}
+
+/// An error with how QEMU has ended, if it has, and the last that it wrote.
+fn with_last_words(error: &anyhow::Error, child: &mut Child, log: &Path) -> anyhow::Error {
+    // Its connection ends a moment before it does.
+    let until = Instant::now() + Duration::from_secs(2);
+    let ended = loop {
+        match child.try_wait() {
+            Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+            ended => break ended.ok().flatten(),
+        }
+    };
+    let ended = ended.map_or("it still runs".to_owned(), |status| status.to_string());
+    let said = std::fs::read(log).unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    let said = said.lines().rev().find(|line| !line.trim().is_empty());
+    anyhow!(
+        "{error:#}; {ended}; it said last: {}",
+        said.unwrap_or("nothing").trim()
+    )
 }
 
 fn move_qemu(qmp: &mut Qmp, mode: CopyMode, to: &Path, deadline: Instant) -> Result<Attempt> {
@@ -295,4 +332,31 @@ fn move_qemu(qmp: &mut Qmp, mode: CopyMode, to: &Path, deadline: Instant) -> Res
         estimates: Vec::new(),
         report: report["data"].clone(),
     })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_disk_of_qemu_10_is_served_by_its_main_thread() {
+        let asked = |system| export(thread(system))["iothread"].clone();
+        let mode = CopyMode::Background;
+        assert_eq!(asked(System::Ten(mode)), Value::Null);
+        assert_eq!(asked(System::Qemu(mode)), "thread");
+        assert_eq!(asked(System::Daemon(mode)), "thread");
+    }
+
+    #[test]
+    fn a_qemu_that_dies_is_told_with_its_end_and_its_last_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("qemu.log");
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo first; echo last; exit 3"]);
+        command.stdout(File::create(&log).unwrap());
+        let mut child = command.spawn().unwrap();
+        let told = with_last_words(&anyhow!("QEMU has ended"), &mut child, &log).to_string();
+        assert_eq!(told, "QEMU has ended; exit status: 3; it said last: last");
+    }
 }
