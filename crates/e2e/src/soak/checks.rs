@@ -3,11 +3,12 @@
 //! Pure: judges records of [`crate::soak::watch`] and the reasons that the round gave; knows nothing of the product.
 //! Times are nanoseconds since the watch began.
 
+use crate::soak::meter::LONGEST_NS;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// CPU time that a vCPU thread of a QEMU that only waits for a guest does not use up within one window.
-pub const ADVANCE_NS: u64 = 4_000_000;
+/// A guest that runs has used CPU time this lately, however little of a CPU it has.
+const LATELY_NS: u64 = LONGEST_NS + 1_000_000_000;
 /// What a thread's CPU time may be behind, or be booked too late, at each reading.
 const BOOKING_NS: u64 = 12_000_000;
 /// How long after a reason a guest may end by it: a killed process is seen to be gone a little later.
@@ -52,6 +53,11 @@ impl Trace {
 
     fn last_ran(&self) -> Option<u64> {
         self.windows.last().map(|window| window.to)
+    }
+
+    /// Whether its guest runs at this time, as far as is known by then.
+    pub fn runs(&self, now: u64) -> bool {
+        self.last_ran() > Some(now.saturating_sub(LATELY_NS))
     }
 
     fn name(&self) -> String {

@@ -1,12 +1,13 @@
 //! A soak: the whole product on three test hosts is broken at random for a time, and looked at from outside.
 //!
 //! [`plan`] works out each round from a seed, [`faults`], [`orders`] and [`rules`] do it to the [`site`], [`watch`] looks at it
-//! meanwhile, [`settle`] waits until it has come to rest, [`checks`] judges, [`report`] tells. After a violation
+//! meanwhile, [`meter`] tells a guest's CPU time from QEMU's own, [`settle`] waits until it has come to rest, [`checks`] judges, [`report`] tells. After a violation
 //! the site is built anew, so that each round stands for itself.
 
 pub mod checks;
 pub mod disks;
 pub mod faults;
+pub mod meter;
 pub mod orders;
 pub mod plan;
 pub mod report;

@@ -28,8 +28,6 @@ const STANDS: Duration = Duration::from_millis(300);
 /// The same where a command may still be carried out that nobody answered: it reaches its host when that is reached again, and a
 /// move asks both hosts before it begins.
 const STANDS_UNANSWERED: Duration = Duration::from_secs(15);
-/// A guest that runs has used CPU time this lately.
-const LATELY_NS: u64 = 3_000_000_000;
 /// Longest wait for what follows from rest: traces of a move that are cleaned up, a record that is written, an older record
 /// whose host was refused a boot and asks again at the latest after 20 s.
 const SOON: Duration = Duration::from_secs(30);
@@ -174,9 +172,7 @@ impl<'a> Settling<'a> {
                 view["host"], view["migration"], one.host
             ));
         }
-        let lately = self.site.watch.now().saturating_sub(LATELY_NS);
-        let ran = one.windows.last().is_some_and(|window| window.to > lately);
-        if ran {
+        if one.runs(self.site.watch.now()) {
             Ok(one.host.clone())
         } else {
             Err("its vCPU does not run".to_owned())

@@ -5,8 +5,9 @@
 //! believes that only against what it saw itself. It lets vCPU threads run behind everything else, so that guests that
 //! count for ever do not starve those who decide about them.
 
-use crate::soak::checks::{ADVANCE_NS, Shown, Trace, Window, last_of_each};
+use crate::soak::checks::{Shown, Trace, last_of_each};
 use crate::soak::disks::Disks;
+use crate::soak::meter::Meter;
 use crate::soak::site::CLONES;
 use crate::stack::Stack;
 use anyhow::Result;
@@ -27,8 +28,6 @@ const AGAIN: Duration = Duration::from_millis(150);
 const PASSES_EVERY: Duration = Duration::from_millis(100);
 /// Pause between two lists.
 const LIST_EVERY: Duration = Duration::from_millis(1_000);
-/// Longest time over which a little CPU time is added up.
-const WINDOW_MAX_NS: u64 = 60_000_000;
 /// Of a thread's flags: it is ending.
 const PF_EXITING: u64 = 4;
 /// Kindness of vCPU threads.
@@ -43,8 +42,7 @@ struct Live {
     vcpus: Vec<Vcpu>,
     ram: Option<File>,
     ram_path: PathBuf,
-    total_ns: u64,
-    since: u64,
+    meter: Meter,
     passes_at: u64,
 }
 
@@ -198,8 +196,7 @@ impl Watch {
             vcpus: Vec::new(),
             ram: None,
             ram_path,
-            total_ns: 0,
-            since: first_seen,
+            meter: Meter::new(first_seen),
             passes_at: 0,
         })
     }
@@ -247,23 +244,12 @@ impl Live {
             self.vcpus = vcpus(self.trace.pid)?;
             self.trace.vcpus = self.vcpus.len();
         }
-        let mut total = 0;
+        let mut used_ns = 0;
         for vcpu in &mut self.vcpus {
-            total += vcpu.look()?;
+            used_ns += vcpu.look()?;
         }
         let at = now();
-        let ran_ns = total.saturating_sub(self.total_ns);
-        if ran_ns >= ADVANCE_NS || at.saturating_sub(self.since) >= WINDOW_MAX_NS {
-            if ran_ns >= ADVANCE_NS {
-                let from = self.since;
-                self.trace.windows.push(Window {
-                    from,
-                    to: at,
-                    ran_ns,
-                });
-            }
-            (self.total_ns, self.since) = (total, at);
-        }
+        self.trace.windows.extend(self.meter.look(at, used_ns));
         if at.saturating_sub(self.passes_at) >= PASSES_EVERY.as_nanos() as u64 {
             self.passes_at = at;
             self.read_passes(at, disks);
@@ -327,7 +313,7 @@ fn vcpus(pid: i32) -> Option<Vec<Vcpu>> {
 
 impl Vcpu {
     /// Nanoseconds that it has run as a thread of QEMU. The last thread of a process takes its memory apart, which is no
-    /// run of the guest and can take longer than [`ADVANCE_NS`].
+    /// run of the guest and can take longer than [`crate::soak::meter::ADVANCE_NS`].
     fn look(&mut self) -> Option<u64> {
         let (mut ran, mut stat) = ([0; 64], [0; 1024]);
         let ran_ns = words(&self.schedstat, &mut ran)?;

@@ -1,6 +1,8 @@
 //! Rounds made up by hand: which are allowed, and which are not.
 
 use super::*;
+use crate::soak::meter::Meter;
+use std::ops::Range;
 
 const MS: u64 = 1_000_000;
 
@@ -22,6 +24,17 @@ fn trace(pid: i32, host: &str, incoming: bool, windows: impl IntoIterator<Item =
         vcpus: 1,
         windows,
         passes: Vec::new(),
+    }
+}
+
+/// A QEMU whose only vCPU was looked at every 15 ms within these ms; `used_us` is what it had used by then.
+fn looked_at(pid: i32, host: &str, ms: Range<u64>, used_us: impl Fn(u64) -> u64) -> Trace {
+    let mut meter = Meter::new(ms.start * MS);
+    let looks = ms.step_by(15);
+    let windows = looks.filter_map(|now| meter.look(now * MS, used_us(now) * 1000));
+    Trace {
+        windows: windows.collect(),
+        ..trace(pid, host, true, [])
     }
 }
 
@@ -80,6 +93,40 @@ fn a_handover_within_one_window_is_no_doubling() {
         trace.windows[0].ran_ns = 90 * MS;
     }
     assert_eq!(doublings(&long), []);
+}
+
+/// What the vCPU of a QEMU has used that waits from 1 s on, loads a guest's state at 3 s, and runs it from `runs` on.
+fn received(runs: u64) -> impl Fn(u64) -> u64 {
+    move |now| match now {
+        ..1060 => (now - 1000) * 5000 / 60,
+        1060..3000 => 5000,
+        3000..3060 => 5000 + (now - 3000) * 5000 / 60,
+        _ => 10_000 + now.saturating_sub(runs) * 900,
+    }
+}
+
+#[test]
+fn what_a_qemu_uses_that_waits_on_a_loaded_machine_is_no_doubling() {
+    let source = |until: u64| looked_at(1, "a", 0..9000, move |now| now.min(until) * 900);
+    let moved = [source(4000), looked_at(2, "b", 1000..9000, received(4000))];
+    assert_eq!(doublings(&moved), []);
+    let stayed = [source(9000), looked_at(2, "b", 1000..9000, received(9000))];
+    assert_eq!(doublings(&stayed), []);
+    // One that runs for 25 ms though its source runs on is found.
+    let ended = |now: u64| received(4000)(now.min(4028));
+    let doubled = [source(9000), looked_at(2, "b", 1000..9000, ended)];
+    assert_eq!(doublings(&doubled).len(), 1);
+}
+
+#[test]
+fn guests_that_have_a_hundredth_of_a_cpu_run_and_run_twice() {
+    let starved = |pid, host, from| looked_at(pid, host, from..60_000, |now| (now - from) * 10);
+    let traces = [starved(1, "a", 0), starved(2, "b", 5000)];
+    assert_eq!(doublings(&traces).len(), 1);
+    for trace in &traces {
+        assert!(trace.runs(60_000 * MS), "{trace:?}");
+        assert!(!trace.runs(70_000 * MS), "it ended");
+    }
 }
 
 #[test]
