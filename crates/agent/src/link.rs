@@ -452,7 +452,11 @@ mod tests {
         probe.destination_addresses = vec![dead];
         let error = source.send(&probe).unwrap_err();
         assert_eq!(error.code, ErrorCode::Preflight);
-        let told = [&format!("cannot connect to {dead} ("), "firewall"];
+        let told = [
+            &format!("cannot connect to {dead} ("),
+            "firewall",
+            &format!("(tried from 127.0.0.1 to {dead})"),
+        ];
         assert!(
             told.iter().all(|told| error.message.contains(*told)),
             "{error}"
@@ -460,6 +464,22 @@ mod tests {
         probe.destination_addresses.extend(&ready.addresses);
         let measured = source.send(&probe).unwrap();
         assert_eq!(measured.streams, 1, "{measured:?}");
+    }
+
+    #[test]
+    fn a_link_that_takes_a_connection_and_carries_nothing_is_told_as_none() {
+        let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let ready = LinkProbeReady {
+            addresses: vec![mute.local_addr().unwrap()],
+        };
+        let error = Bursts::default().send(&send(listen(), &ready, 1));
+        let error = error.unwrap_err();
+        assert_eq!(error.code, ErrorCode::Preflight);
+        let told = ["takes the connection", "holds packets back", "tried from"];
+        assert!(
+            told.iter().all(|told| error.message.contains(*told)),
+            "{error}"
+        );
     }
 
     #[test]

@@ -220,8 +220,9 @@ fn a_link_that_is_away_at_the_beginning_is_waited_for() -> anyhow::Result<()> {
         report.outcome.is_none()
             && report
                 .reason
-                .is_some_and(|why| why
-                    .contains("not connected yet, trying again: host a cannot reach host b")),
+                .is_some_and(|why| why.starts_with("not connected after ")
+                    && why.contains("trying for 60 s: host a cannot reach host b")
+                    && why.contains("(tried from ")),
         "it is given up: {:?}",
         report.outcome
     );

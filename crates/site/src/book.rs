@@ -51,7 +51,7 @@ pub struct Ran {
     pub held: Generation,
 }
 
-/// A grant whose host refused the start before a hypervisor began there.
+/// A grant whose host refused the start before a guest was let run there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NotBegun {

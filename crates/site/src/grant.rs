@@ -348,7 +348,7 @@ impl Book {
         })
     }
 
-    /// The host of a grant refused the start before a hypervisor began there, and has let the VM go: where its guest ran is
+    /// The host of a grant refused the start before a guest was let run there, and has let the VM go: where its guest ran is
     /// as before. Nothing follows where the host may hold the VM, or somebody else has since.
     pub fn nothing_began(&mut self, grant: &Grant) {
         let Some(entry) = self.vms.get_mut(&grant.vm) else {

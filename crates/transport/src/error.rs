@@ -53,7 +53,9 @@ pub enum TransportError {
     )]
     Connect { peer: SocketAddr, source: io::Error },
     /// The peer did not finish the handshake in time.
-    #[error("{peer} did not answer the handshake within {ms} ms")]
+    #[error(
+        "{peer} takes the connection and did not answer the handshake within {ms} ms: check that nothing between the migration networks of both hosts holds packets back, and that its host is not stuck"
+    )]
     HandshakeSilent {
         peer: SocketAddr,
         /// How long this side waited.

@@ -111,7 +111,7 @@ pub struct ApiError {
     /// The host it concerns, when there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
-    /// Of a start that was refused: no hypervisor was begun for it, so that no guest wrote anything. Said only where that is certain.
+    /// Of a start that was refused: its guest was not let run by it, so that it wrote nothing. Said only where that is certain.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub not_begun: bool,
 }
@@ -143,7 +143,7 @@ impl ApiError {
         self
     }
 
-    /// The same error of a start for which no hypervisor was begun.
+    /// The same error of a start by which no guest was let run.
     pub fn not_begun(mut self) -> Self {
         self.not_begun = true;
         self

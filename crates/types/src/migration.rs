@@ -26,8 +26,21 @@ pub const GIVEN_UP_WITHIN: Duration = Duration::from_secs(90);
 pub const COULD_NOT_BEGIN: &str = "it could not begin: ";
 
 /// Says that no way leads from one host to the other, and why.
-pub fn not_reached(from: &HostName, to: &HostName, why: impl std::fmt::Display) -> String {
+pub fn not_reached(from: &HostName, to: &HostName, why: impl fmt::Display) -> String {
     format!("host {from} cannot reach host {to} for a migration: {why}")
+}
+
+/// Says why no way works, and which were tried: from an address of this host to one of the other's.
+pub fn with_ways(
+    why: impl fmt::Display,
+    ways: impl IntoIterator<Item = (Option<IpAddr>, SocketAddr)>,
+) -> String {
+    let way = |(from, to): (Option<IpAddr>, SocketAddr)| match from {
+        Some(from) => format!("from {from} to {to}"),
+        None => format!("to {to}"),
+    };
+    let ways: Vec<String> = ways.into_iter().map(way).collect();
+    format!("{why} (tried {})", ways.join(", "))
 }
 
 /// Downtime that a migration aims at unless asked otherwise, ms.

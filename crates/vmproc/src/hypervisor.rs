@@ -29,7 +29,6 @@ use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{Accelerator, DISKS_MAX, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation, PortGroup};
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -113,23 +112,19 @@ pub(crate) fn common_user<'a>(config: &'a VmProcessConfig, reserved: &'a Reserve
 }
 
 impl Hyper {
-    /// Starts QEMU; the guest does not run. A refusal says where none was begun.
+    /// Starts QEMU; the guest does not run. A refusal says so: only who has the started QEMU can let it run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let is_begun = Cell::new(false);
-        Self::start_noting(start, &is_begun).map_err(|error| match is_begun.get() {
-            true => error,
-            false => error.not_begun(),
-        })
+        Self::start_paused(start).map_err(ApiError::not_begun)
     }
 
-    fn start_noting(start: &Start<'_>, is_begun: &Cell<bool>) -> Result<Self, ApiError> {
+    fn start_paused(start: &Start<'_>) -> Result<Self, ApiError> {
         let user = user::of(start.common(&reserved(start.config)), start.spec)?;
         let ram_path = start.paths.ram_file(start.launch);
         limit_memory(start.spec.memory_bytes());
         let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
             .map_err(memory)?;
         let ram = Arc::new(ram);
-        let started = launch_qemu(start, user, &ram, is_begun).and_then(|launched| {
+        let started = launch_qemu(start, user, &ram).and_then(|launched| {
             let process = &launched.hypervisor.process;
             qemu_is(process.pid());
             reached("qemu.started");
@@ -399,12 +394,7 @@ fn owner_of(user: User) -> Owner {
     Owner { uid, gid }
 }
 
-fn launch_qemu(
-    start: &Start<'_>,
-    user: User,
-    ram: &Arc<RamFile>,
-    is_begun: &Cell<bool>,
-) -> Result<Launched, ApiError> {
+fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Launched, ApiError> {
     let (host, groups) = (&start.config.host, &start.config.port_groups);
     let taps = open_taps(start.spec, host, groups)?;
     // Those that QEMU opens itself.
@@ -453,7 +443,6 @@ fn launch_qemu(
             .chain(uefi.iter().flat_map(Opened::fds))
             .collect(),
     };
-    is_begun.set(true);
     let launched = launch(&spec, deadline).map_err(hypervisor)?;
     let pid = launched.process.pid().unsigned_abs();
     if let Err(error) = handout::check(&socket, pid, deadline, || launched.machine.stderr_tail()) {

@@ -77,8 +77,8 @@ fn a_person_s_start_that_fails_leaves_a_vm_off_that_was() {
     assert_eq!(site.phase(), holds(Power::Off));
 }
 
-/// Whether a start that was refused says that no hypervisor was begun.
-fn refused_before_qemu(change: impl FnOnce(&mut Site)) -> bool {
+/// Whether a start that was refused says that its guest was not let run.
+fn is_refused_without_a_guest(change: impl FnOnce(&mut Site)) -> bool {
     let mut site = Site::new();
     site.record(holds(Power::Off));
     change(&mut site);
@@ -89,19 +89,19 @@ fn refused_before_qemu(change: impl FnOnce(&mut Site)) -> bool {
 }
 
 #[test]
-fn a_start_that_is_refused_says_whether_no_hypervisor_was_begun() {
+fn a_start_that_fails_before_its_guest_is_let_run_says_so() {
     let described = |site: &Site, more: &str| {
         let text = format!("name = \"web\"\nvcpus = 1\nmemory_mib = 16\n{more}");
         let spec = godwit_types::VmSpec::from_toml(&text).unwrap();
         save_json(&site.paths.spec(), &spec).unwrap();
     };
-    assert!(refused_before_qemu(|_| {}), "there is no kernel");
-    assert!(refused_before_qemu(|site| {
+    assert!(is_refused_without_a_guest(|_| {}), "there is no kernel");
+    assert!(is_refused_without_a_guest(|site| {
         let disk = "[[disk]]\nname = \"root\"\npath = \"/no/such/image\"";
         described(site, &format!("hardware = 2\n{disk}"));
     }));
-    // One that ended at once may have done anything.
-    assert!(!refused_before_qemu(|site| {
+    // A hypervisor begins without its guest.
+    assert!(is_refused_without_a_guest(|site| {
         described(site, "kernel = \"/proc/self/exe\"");
         site.config.qemu = "/bin/false".to_owned();
     }));
@@ -232,6 +232,7 @@ fn nothing_is_started_beside_a_hypervisor_that_may_run_the_guest() {
         "{refused}"
     );
     assert!(!other.is_gone() && site.paths.ram_file(7).exists());
+    assert!(!refused.not_begun, "that one may have let it run");
 }
 
 // ---- a hypervisor that does not answer ----

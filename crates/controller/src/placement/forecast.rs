@@ -172,7 +172,16 @@ pub async fn link(
     }
     let link = match (achieved(&reports, cipher), burst) {
         (Some((bytes_per_s, count)), burst) => {
-            let rtt_s = burst.map_or(0.001, |measured| measured.rtt_s);
+            let (rtt_s, round_trip) = match burst {
+                Ok(Link { rtt_s, .. }) => (rtt_s, format!("round trip {:.1} ms", 1000.0 * rtt_s)),
+                Err(error) => {
+                    let why = error.message;
+                    let said = format!(
+                        "and a round trip of 1 ms assumed, since a burst did not get through ({why})"
+                    );
+                    (0.001, said)
+                }
+            };
             let times = match count {
                 1 => "the last migration".to_owned(),
                 _ => format!("the last {count} migrations"),
@@ -181,10 +190,8 @@ pub async fn link(
                 bytes_per_s,
                 rtt_s,
                 basis: format!(
-                    "what {times} from host {} to host {} achieved, round trip {:.1} ms",
-                    hosts.0,
-                    hosts.1,
-                    1000.0 * rtt_s
+                    "what {times} from host {} to host {} achieved, {round_trip}",
+                    hosts.0, hosts.1
                 ),
             }
         }

@@ -36,6 +36,7 @@ pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<Dis
     }
     let (name, agent) = (spec.name.clone(), app.connected_agent(&plan.host)?);
     app.makings.lock().insert(name.clone(), plan.host.clone());
+    let images = spec.disks_to_make().map(|disk| disk.path.clone()).collect();
     let asked = agent.make_disks(spec).await;
     let making = match asked {
         Ok(DisksMaking { making }) => making,
@@ -46,7 +47,7 @@ pub(super) async fn make_disks(app: &App, plan: &mut Plan) -> Outcome<Option<Dis
     };
     if making.is_none() {
         app.makings.lock().remove(&name);
-        plan.has_made_disks = true;
+        plan.made = images;
         for spec in [&mut plan.entry.spec, &mut plan.resolved] {
             *spec = spec.clone().with_disks_made();
         }

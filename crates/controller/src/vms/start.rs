@@ -70,8 +70,8 @@ pub(super) struct Plan {
     pub(super) host: HostName,
     pub(super) resolved: VmSpec,
     pub(super) held: Option<Place>,
-    /// Whether disks of it were made on the host, which no other one has.
-    pub(super) has_made_disks: bool,
+    /// The images of disks of it that were made on the host: no other one has them.
+    pub(super) made: Vec<String>,
     /// Hosts that were not regarded when the VM's CPU model was chosen.
     left_out: Vec<HostName>,
 }
@@ -231,7 +231,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         host,
         resolved,
         held,
-        has_made_disks: false,
+        made: Vec::new(),
         left_out,
     })
 }
@@ -314,35 +314,45 @@ async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) 
         generation: grant.generation,
         expect: Some(grant.expect),
     };
-    let Err(failed) = put_and_start(agent, &put).await else {
+    let Err(Failed { error, never_ran }) = put_and_start(agent, &put).await else {
         return Ok(());
     };
-    if !failed.error.may_be_done() {
-        let is_gone = take_back(app, agent, plan).await;
-        if is_gone && failed.nothing_began && !plan.has_made_disks {
-            note_nothing_began(app, &grant).await;
+    let is_gone = !error.may_be_done() && take_back(app, agent, plan).await;
+    let mut error = ApiError::from(error);
+    if is_gone && never_ran {
+        match plan.made.is_empty() {
+            true => note_nothing_began(app, &grant).await,
+            false => error.message.push_str(&keeps_what_was_made(plan)),
         }
     }
-    Err(failed.error.into())
+    Err(error)
+}
+
+/// What becomes of disks that were made for a start that failed: nobody else has them, and nobody has used them.
+fn keeps_what_was_made(plan: &Plan) -> String {
+    let (vm, host, made) = (&plan.entry.spec.name, &plan.host, plan.made.join(", "));
+    format!(
+        "; what was made for it on host {host} ({made}) stays there, and its next start there goes on with that: to begin on another host, delete the VM with 'godwit vm delete {vm}', which removes no image, and create it again"
+    )
 }
 
 /// A start that failed.
 struct Failed {
     error: ClientError,
-    /// Whether it is certain that no hypervisor was begun for it.
-    nothing_began: bool,
+    /// Whether it is certain that its guest was not let run by it.
+    never_ran: bool,
 }
 
 async fn put_and_start(agent: &AgentClient, put: &PutVm) -> Result<(), Failed> {
     // Nobody but who grants a VM has it started.
     let not_asked = |error| Failed {
         error,
-        nothing_began: true,
+        never_ran: true,
     };
     agent.put_vm(put).await.map_err(not_asked)?;
     let started = agent.start(&put.spec.name).await;
     started.map(drop).map_err(|error| Failed {
-        nothing_began: match &error {
+        never_ran: match &error {
             ClientError::Refused(refusal) => refusal.not_begun,
             ClientError::NotReached { .. } => true,
             _ => false,

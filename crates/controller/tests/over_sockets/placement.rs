@@ -1,13 +1,13 @@
 //! Where VMs go and with which CPU, over real sockets: hosts that are closed, and hosts that do not answer.
 
-use crate::scripted::{Agent, House, host, spec, to, vm};
+use crate::scripted::{Agent, FORCED, House, host, spec, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::Request;
 use godwit_types::control_api::{HostState, StartRequest, StopRequest};
 use godwit_types::drain::{DrainRequest, DrainStep};
 use godwit_types::migration::MigrateRequest;
-use godwit_types::vm::{Accelerator, VmState};
-use godwit_types::{ErrorCode, VmSpec};
+use godwit_types::vm::{Accelerator, DiskSpec, VmState};
+use godwit_types::{ApiError, ErrorCode, VmSpec};
 use std::time::Duration;
 
 fn closes(agent: &Agent, closing: bool) {
@@ -154,4 +154,38 @@ async fn a_host_that_was_never_heard_is_named_when_a_cpu_model_is_chosen_without
     let mut own = spec("own");
     own.cpu = "qemu64".into();
     assert_eq!(place(&house, &own).await, "VM 'own' runs on host a");
+}
+
+#[tokio::test]
+async fn a_disk_that_was_made_for_a_start_that_failed_stays_and_is_told_of() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let client = house.client();
+    let mut described = spec("web");
+    let mut disk = DiskSpec::new("root", "/fast/root.raw");
+    disk.from = Some("/srv/base.raw".to_owned());
+    described.disks = vec![disk];
+    client.create_vm(&described).await.unwrap();
+    let start = async |name: &str| {
+        let on = Some(host(name));
+        client.start(&vm("web"), &StartRequest { on }).await
+    };
+    let failed = ApiError::new(ErrorCode::Hypervisor, "QEMU ended at once");
+    a.script().refuse_start = Some(failed.not_begun());
+    let why = start("a").await.unwrap_err().to_string();
+    let told = "on host a (/fast/root.raw) stays there, and its next start there goes on with that";
+    assert!(why.contains(told), "{why}");
+    // It is on that host alone, and is made nowhere else meanwhile.
+    let why = start("b").await.unwrap_err().to_string();
+    assert!(why.contains("last written on host a"), "{why}");
+    a.script().refuse_start = None;
+    start("a").await.unwrap();
+    let made = |agent: &Agent| agent.calls("make disks");
+    assert_eq!((made(&a), made(&b)), (1, 0));
+    // The other way out, as it is told.
+    client.stop(&vm("web"), &FORCED).await.unwrap();
+    client.delete_vm(&vm("web")).await.unwrap();
+    client.create_vm(&described).await.unwrap();
+    start("b").await.unwrap();
+    assert_eq!((made(&a), made(&b)), (1, 1));
 }

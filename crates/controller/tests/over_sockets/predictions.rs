@@ -151,6 +151,8 @@ async fn the_prediction_goes_with_the_migration_and_history_beats_a_burst() {
         again.basis
     );
     assert!((again.throughput_gb_per_s - 0.2).abs() < 1e-6);
+    assert!(again.basis.contains("round trip 0.5 ms"), "{}", again.basis);
+    says_that_a_burst_did_not_get_through(&house, &a).await;
     // So does its pause: what took 100 ms is not begun where 50 must be kept.
     assert!(again.downtime_ms >= 100.0, "{again:?}");
     let strict = MigrateRequest {
@@ -160,6 +162,16 @@ async fn the_prediction_goes_with_the_migration_and_history_beats_a_burst() {
     };
     let refused = house.client().migrate(&vm("web"), &strict).await;
     refused!(refused, CannotKeep);
+}
+
+/// What was achieved before says nothing of the link as it is now.
+async fn says_that_a_burst_did_not_get_through(house: &House, a: &Agent) {
+    let why = "a link of this host is being measured already";
+    a.script().refuse_link = Some(ApiError::new(ErrorCode::WrongState, why));
+    let basis = dry(house, to("b")).await.prediction.unwrap().basis;
+    let told = format!("a burst did not get through ({why})");
+    assert!(basis.contains(&told), "{basis}");
+    a.script().refuse_link = None;
 }
 
 #[tokio::test]

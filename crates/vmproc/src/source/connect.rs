@@ -6,7 +6,7 @@ use super::driver::{BARRIER_WAIT, Halt, SourceDriver, halt_of};
 use godwit_migrate::protocol::ToSource;
 use godwit_streams::source::{ConnectionSet, SetPlan, extents};
 use godwit_transport::TransportError;
-use godwit_types::migration::not_reached;
+use godwit_types::migration::{not_reached, with_ways};
 use std::time::{Duration, Instant};
 
 /// For how long a lost link is tried again.
@@ -18,7 +18,7 @@ impl SourceDriver {
     /// Makes a connection set. A link that is away is waited for, at the start as later; a destination that refuses this
     /// migration at the start is not.
     pub(super) fn connect(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
-        let give_up_at = Instant::now() + RECONNECT_FOR;
+        let began = Instant::now();
         loop {
             // A command that came meanwhile goes first.
             self.pause(Duration::ZERO)?;
@@ -28,7 +28,7 @@ impl SourceDriver {
                 Err(halt) => return Err(halt),
             };
             self.pause(Duration::ZERO)?;
-            if Instant::now() >= give_up_at {
+            if began.elapsed() >= RECONNECT_FOR {
                 return Err(if first {
                     Halt::Failed(reason)
                 } else {
@@ -36,7 +36,7 @@ impl SourceDriver {
                 });
             }
             if first {
-                let trouble = format!("not connected yet, trying again: {reason}");
+                let trouble = not_connected(began.elapsed(), &reason);
                 self.parts.report.trouble(Some(trouble));
             }
             self.pause(RECONNECT_PAUSE)?;
@@ -65,7 +65,8 @@ impl SourceDriver {
             TransportError::HandshakeClosed { .. } if first => Halt::failed(error),
             TransportError::Connect { .. } | TransportError::HandshakeSilent { .. } if first => {
                 let [from, to] = &self.parts.hosts;
-                Halt::Lost(not_reached(from, to, error))
+                let ways = self.parts.routes.iter().map(|way| (way.from, way.to));
+                Halt::Lost(not_reached(from, to, with_ways(error, ways)))
             }
             error => halt_of(error),
         };
@@ -105,4 +106,10 @@ impl SourceDriver {
             }
         }
     }
+}
+
+/// What is told of a migration that waits for its first connection.
+fn not_connected(waited: Duration, reason: &str) -> String {
+    let (waited, limit) = (waited.as_secs(), RECONNECT_FOR.as_secs());
+    format!("not connected after {waited} s, trying for {limit} s: {reason}")
 }
