@@ -420,13 +420,13 @@ impl Vm {
         remove_leftovers(&self.paths);
     }
 
-    /// Removes images that are no disks of this host's VM: those of a VM that did not come, and those that went along with one
-    /// whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
-    pub(crate) fn clean_disks(&self) {
+    /// Removes images that are no disks of this host's VM: those of a VM that did not come, once its source has said so, and those
+    /// that went along with one whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
+    pub(crate) fn clean_disks(&mut self) {
         match &self.core.record().phase {
             HostPhase::Moved { migration, .. } => disks::leave(&self.paths, migration),
             HostPhase::Absent | HostPhase::Incoming { .. } | HostPhase::Refused { .. } => {
-                disks::put_aside(&self.paths);
+                self.clean_what_came();
             }
             HostPhase::Holds { .. }
             | HostPhase::Stopping { .. }

@@ -7,6 +7,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod came;
 mod claim;
 mod entry;
 mod format;
@@ -26,10 +27,11 @@ mod room;
 mod served;
 mod switching;
 
+pub(crate) use came::{Source, put_aside, source_is_gone, what_came};
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;
-pub(crate) use images::{leave, put_aside, settle};
+pub(crate) use images::{leave, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
 pub(crate) use resize::{AtRest, has_no_disk};
@@ -113,8 +115,8 @@ impl Disks {
         let served = Served::new(config, paths, what, ram, held);
         let made = come.map(|migration| served.make_those_that_come(migration));
         let begun = served.begin(coming, &made.transpose()?.unwrap_or_default());
-        if begun.is_err() && come.is_some() {
-            put_aside(paths);
+        if let (Err(_), Some(migration)) = (&begun, come) {
+            came::unmake(paths, &migration.id);
         }
         begun.map(|()| Self(Arc::new(served)))
     }

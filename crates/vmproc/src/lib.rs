@@ -15,6 +15,7 @@ mod adoption;
 #[path = "../../streams/tests/common/alone.rs"]
 mod alone;
 mod ask;
+mod came;
 mod closing;
 #[cfg(test)]
 mod closing_tests;

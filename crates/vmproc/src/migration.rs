@@ -120,6 +120,7 @@ impl Vm {
         spec.accelerator = request.accelerator;
         save_json(&self.paths.spec(), &spec).map_err(internal)?;
         self.spec = Some(spec);
+        self.comes_anew(&migration.source.host);
         self.keep_note(migration, Side::Destination)?;
         let secret = Arc::new(wire_spec(migration)?);
         let arrivals = Arrivals::listen(
@@ -391,7 +392,11 @@ impl Vm {
     /// Hands the other host's message to the core. Why that host ended the migration is this side's reason, too.
     pub(crate) fn hear(&mut self, from: HostName, message: PeerMessage) {
         let why = Why::said_by(&from, &message);
+        let has_disks = self.source_has_disks(&from, &message);
         self.feed_because(Event::Message { from, message }, why);
+        if has_disks {
+            self.clean_what_waits();
+        }
     }
 
     /// Hands an event to the core that ends the migration for this reason, if the core takes it; what it does not take leaves

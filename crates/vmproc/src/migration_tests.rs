@@ -161,6 +161,23 @@ fn asked_for(vm: &mut Vm, id: &str) -> Vec<serde_json::Value> {
     }
 }
 
+fn ended(replies: &[serde_json::Value]) -> bool {
+    replies.iter().any(|reply| reply["message"] == "abort")
+}
+
+#[test]
+fn a_host_from_which_another_migration_took_the_vm_says_that_an_earlier_one_ended() {
+    let site = Site::new();
+    site.record(Phase::Moved {
+        generation: Generation(2),
+        migration: id_m(),
+        to: HostName::new("a").unwrap(),
+    });
+    let mut vm = open(&site);
+    assert!(ended(&asked_for(&mut vm, "earlier")));
+    assert!(!ended(&asked_for(&mut vm, "m")));
+}
+
 #[test]
 fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
     let site = Site::new();
@@ -168,8 +185,6 @@ fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
     let mut spec = outgoing("begun");
     spec.destination_addresses = vec!["127.0.0.1:9".parse().unwrap()];
     ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap();
-    let ended =
-        |replies: &[serde_json::Value]| replies.iter().any(|reply| reply["message"] == "abort");
     let begun = asked_for(&mut vm, "begun");
     assert!(
         !begun.is_empty() && !ended(&begun),

@@ -7,6 +7,7 @@
 
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Known, Looked};
+use crate::came::Came;
 use crate::console::Desk;
 use crate::disks;
 use crate::files::Paths;
@@ -235,6 +236,7 @@ impl Adopted {
             room: Room::default(),
             off_wanted: None,
             obeyed_looked: None,
+            came: Came::default(),
             busy_at: Instant::now(),
         };
         vm.settle(actions);

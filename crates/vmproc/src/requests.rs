@@ -57,7 +57,10 @@ impl Vm {
             Now::Blockers => self.blockers(),
             Now::HostRemoved(host) => {
                 let done = "waits for that host no more";
-                self.ask_or(Event::HostRemoved { host }, done, done)
+                self.source_is_gone(&host)?;
+                let told = self.ask_or(Event::HostRemoved { host }, done, done);
+                self.clean_what_waits();
+                told
             }
             Now::GiftOvertaken(GiftOvertaken { by, with_guest }) => {
                 let why = Why::failure("the VM was started elsewhere or deleted since");
@@ -98,13 +101,7 @@ impl Vm {
         self.refuse_while_disks_move()
     }
 
-    /// Hands a request to the core; its refusal, a failure on the way, or that it had no effect is the answer.
-    fn ask(&mut self, event: Event, done: &str) -> Reply {
-        self.demand(event)?;
-        self.done(done)
-    }
-
-    /// The same, where something else is to be said.
+    /// Hands a request to the core; its refusal, a failure on the way, or that it had no effect is the error.
     pub(crate) fn demand(&mut self, event: Event) -> Result<(), ApiError> {
         let asked = self.put(event, None);
         self.verdict(asked)
@@ -118,7 +115,7 @@ impl Vm {
         asked
     }
 
-    /// As [`Vm::ask`], for a request without effect where the VM is as asked already.
+    /// The answer to a request, which has no effect where the VM is as asked already.
     pub(crate) fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
         let asked = self.put(event, None);
         self.verdict_or(asked, done, already)
@@ -323,28 +320,34 @@ impl Vm {
         self.done("has its record")
     }
 
-    /// Whether this host holds the VM and moves it in no such migration: then nothing of it was given, and if it is refused
-    /// from now on, nothing will be.
+    /// Whether this host holds the VM and moves it in no such migration, or has had it taken with another: then nothing of it was
+    /// given, and if it is refused from now on, nothing will be.
     fn knows_nothing_of(&self, id: &MigrationId) -> bool {
         let current = self.migration.as_ref();
-        self.core.record().power().is_some()
+        let record = self.core.record();
+        let went_on = matches!(&record.phase, Phase::Moved { migration, .. } if migration != id);
+        (record.power().is_some() || went_on)
             && self.core.state_name() != StateName::Recovering
             && current.is_none_or(|migration| migration.id != *id)
     }
 
     fn resolve(&mut self, run_here: bool, confirm_fenced: HostName) -> Reply {
-        let done = if run_here {
-            "is resolved: it runs here"
-        } else {
-            "is resolved: this host gave it up"
-        };
-        self.ask(
-            Event::OperatorResolve {
-                run_here,
-                confirm_fenced,
-            },
-            done,
-        )
+        let is_promised = matches!(self.core.record().phase, Phase::Ready { .. });
+        if !run_here && is_promised {
+            self.source_is_gone(&confirm_fenced)?;
+        }
+        self.came.told.clear();
+        self.demand(Event::OperatorResolve {
+            run_here,
+            confirm_fenced,
+        })?;
+        if run_here {
+            return self.done("is resolved: it runs here");
+        }
+        let gave_up = "is resolved: this host gave it up".to_owned();
+        let told = std::mem::take(&mut self.came.told);
+        let all: Vec<String> = std::iter::once(gave_up).chain(told).collect();
+        self.done(&all.join("; "))
     }
 
     /// A migration can be seen before its spec comes here, and a cancel holds from then on.

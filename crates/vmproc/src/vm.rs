@@ -4,6 +4,7 @@
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
 use crate::ask::{Later, Now};
+use crate::came::Came;
 use crate::disks;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
@@ -95,6 +96,8 @@ pub(crate) struct Vm {
     pub off_wanted: Option<crate::off::OffWish>,
     /// When it was last looked whether a soft stop was obeyed.
     pub obeyed_looked: Option<Instant>,
+    /// What is known of disks that came with a migration that is over here.
+    pub came: Came,
     pub busy_at: Instant,
 }
 
@@ -133,6 +136,7 @@ impl Vm {
             self.look_after_disks();
             self.look_for_room();
             self.follow_disks_again();
+            self.clean_again();
         }
         if let Some(hyper) = &self.hyper {
             hyper.console.rest();
@@ -215,6 +219,7 @@ impl Vm {
             || self.resizes
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
+            || self.came.waits()
             || self.at_hand.outbox.is_waited_for(Instant::now())
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);

@@ -237,7 +237,13 @@ pub fn left_over(site: &Site, host: &str, homes: &BTreeMap<String, String>) -> O
             }
         }
     }
-    match site.images(host) {
+    // What was kept of a disk whose source a person gave up is for a person to remove.
+    let is_kept = |path: &PathBuf| path.to_string_lossy().contains(".kept-");
+    let found = site.images(host).map(|mut found| {
+        found.retain(|path| !is_kept(path));
+        found
+    });
+    match found {
         Ok(found) if found == want => None,
         Ok(found) => Some(format!("images are {found:?} instead of {want:?}")),
         Err(error) => Some(format!("{error:#}")),

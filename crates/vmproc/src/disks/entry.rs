@@ -64,6 +64,20 @@ impl<'a> Entry<'a> {
         }
     }
 
+    /// Bytes of the regular file that has the name, and those that it takes; nothing where there is none.
+    pub(super) fn size(&self) -> io::Result<Option<(u64, u64)>> {
+        match statat(&self.dir, self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(found) => {
+                let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+                let (bytes, blocks) = (found.st_size, found.st_blocks);
+                let of = |number: i64| u64::try_from(number).unwrap_or_default();
+                Ok(is_file.then(|| (of(bytes), of(blocks).saturating_mul(512))))
+            }
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     /// Opens what has the name for reading.
     pub(super) fn open(&self) -> io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW;

@@ -1,13 +1,14 @@
-//! Images that go along with their VM: how they are called while they come, and what becomes of those that are left.
+//! Images that go along with their VM: how they are called while they come, when they get their names, and when those of a source go.
 //!
 //! An image that comes has a name of its own until its VM is here, so that nobody takes half of a disk for a whole one. Owns
 //! nothing: the files are the VM's, and `disks.json` says which. All is done in the directory that was looked into ([`super::entry`]).
 //! Refuses: to remove a file that is another one than QEMU had.
 
+use super::came::{Arrival, Source, keep_all, put_aside};
 use super::entry::Entry;
 use super::former::Former;
 use super::left::{Left, moved, settle_moves};
-use super::served::{Arrival, ServedDisks};
+use super::served::ServedDisks;
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::vm::DiskSpec;
@@ -22,13 +23,13 @@ pub(super) fn arriving_path(path: &str, migration: &MigrationId) -> String {
 }
 
 /// The VM is held here under this generation and has no QEMU: images that came with it get their names, if it is the one
-/// under which they were whole. What is whole and came with another migration may be somebody's only copy, and is left.
+/// under which they were whole. What else came may be somebody's only copy, and is kept.
 pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String> {
     let Some((what, arrival)) = arrival(paths) else {
         return Ok(());
     };
     match arrival.whole {
-        None => put_aside(paths),
+        None => put_aside(paths, Source::Gone, None).tell(),
         Some(_) if arrival.belongs_to(generation) => {
             // For good: also where they cannot be named now, and another generation follows.
             let arriving = Some(Arrival {
@@ -45,10 +46,7 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
             here(paths, what);
         }
         Some(_) => {
-            let id = &arrival.migration;
-            tracing::warn!(
-                "images that came with migration {id}, which this host never held the VM by, are left beside the VM's disks (.arriving-{id}): remove them if nobody needs them"
-            );
+            keep_all(&what.disks, &arrival).tell();
             here(paths, what);
         }
     }
@@ -85,26 +83,6 @@ pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
     paths.try_for_each(|path| Entry::at(path)?.sync())
 }
 
-/// The VM is not here, or comes anew: what came of its disks with an earlier migration is removed.
-pub(crate) fn put_aside(paths: &Paths) {
-    let mut all_gone = true;
-    if let Some((what, arrival)) = arrival(paths) {
-        if arrival.ours {
-            let id = &arrival.migration;
-            return tracing::warn!(
-                "images that came with migration {id} were this host's and have no names yet: they are left beside the VM's disks (.arriving-{id})"
-            );
-        }
-        for disk in along(&what.disks) {
-            all_gone &= remove(Path::new(&arriving_path(&disk.path, &arrival.migration)));
-        }
-    }
-    // Whoever looks again tries again.
-    if all_gone {
-        forget(paths);
-    }
-}
-
 /// Another host holds the VM, which went there with this migration, and has said so: the images that went along are no disks
 /// of it any more. A record that is an older copy tells of another migration than the one that the disks were mirrored for.
 pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
@@ -137,7 +115,7 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     }
 }
 
-fn arrival(paths: &Paths) -> Option<(ServedDisks, Arrival)> {
+pub(super) fn arrival(paths: &Paths) -> Option<(ServedDisks, Arrival)> {
     let what: Option<ServedDisks> = load_json(&paths.disks()).unwrap_or_else(|error| {
         tracing::error!(%error, "what came of the VM's disks cannot be read");
         None
@@ -147,7 +125,7 @@ fn arrival(paths: &Paths) -> Option<(ServedDisks, Arrival)> {
     Some((what, arrival))
 }
 
-fn along(disks: &[DiskSpec]) -> impl Iterator<Item = &DiskSpec> {
+pub(super) fn along(disks: &[DiskSpec]) -> impl Iterator<Item = &DiskSpec> {
     disks.iter().filter(|disk| disk.goes_along())
 }
 
@@ -166,7 +144,7 @@ fn here(paths: &Paths, what: ServedDisks) {
     }
 }
 
-fn forget(paths: &Paths) {
+pub(super) fn forget(paths: &Paths) {
     if let Err(why) = settle_moves(paths, None) {
         tracing::warn!(why, "what moves of the VM's disks left is not removed");
     }
@@ -209,4 +187,4 @@ pub(super) fn remove(path: &Path) -> bool {
 
 #[cfg(test)]
 #[path = "images_tests.rs"]
-mod tests;
+pub(super) mod tests;

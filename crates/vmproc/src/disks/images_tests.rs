@@ -8,20 +8,24 @@ use godwit_qemu::disk::identity_of;
 use godwit_types::HostName;
 use godwit_types::vm::VmSpec;
 
-struct Left {
-    site: Site,
-    paths: Paths,
-    directory: tempfile::TempDir,
-    what: ServedDisks,
+pub(in crate::disks) struct Left {
+    pub site: Site,
+    pub paths: Paths,
+    pub directory: tempfile::TempDir,
+    pub what: ServedDisks,
 }
 
-fn id(name: &str) -> MigrationId {
+pub(in crate::disks) fn id(name: &str) -> MigrationId {
     MigrationId::new(name).unwrap()
 }
 
 impl Left {
     /// What a process left that died: `disks.json`, and images of these names.
-    fn with(arriving: Option<(&str, Option<u64>)>, leaving: Option<&str>, files: &[&str]) -> Self {
+    pub(in crate::disks) fn with(
+        arriving: Option<(&str, Option<u64>)>,
+        leaving: Option<&str>,
+        files: &[&str],
+    ) -> Self {
         // Where files can say of themselves who has them.
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let site = Site::new();
@@ -53,7 +57,7 @@ impl Left {
         }
     }
 
-    fn files(&self) -> Vec<String> {
+    pub(in crate::disks) fn files(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.directory.path()).unwrap();
         let mut names: Vec<String> = entries
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -63,18 +67,18 @@ impl Left {
     }
 
     /// What is written in the file of this name.
-    fn content(&self, name: &str) -> String {
+    pub(in crate::disks) fn content(&self, name: &str) -> String {
         std::fs::read_to_string(self.directory.path().join(name)).unwrap()
     }
 
     /// A process takes the VM's seat with this record.
-    fn open(&self, phase: Phase) -> crate::vm::Vm {
+    pub(in crate::disks) fn open(&self, phase: Phase) -> crate::vm::Vm {
         self.site.record(phase);
         open(&self.site)
     }
 }
 
-const CAME: &str = "root.raw.arriving-m";
+pub(in crate::disks) const CAME: &str = "root.raw.arriving-m";
 
 #[test]
 fn a_host_that_died_after_it_took_the_vm_has_its_disks_before_a_person_raises_the_generation() {
@@ -88,17 +92,14 @@ fn a_host_that_died_after_it_took_the_vm_has_its_disks_before_a_person_raises_th
 }
 
 #[test]
-fn a_disk_that_did_not_come_whole_is_removed_and_one_that_did_is_never_without_a_name_for_it() {
-    let half = Left::with(Some(("m", None)), None, &[CAME]);
-    assert_eq!(settle(&half.paths, Generation(2)), Ok(()));
-    assert!(half.files().is_empty());
-    let other = Left::with(Some(("m", Some(7))), None, &[CAME]);
-    assert_eq!(settle(&other.paths, Generation(9)), Ok(()));
-    assert_eq!(other.files(), [CAME], "it may be somebody's only copy");
-    let gone = Left::with(Some(("m", Some(7))), None, &[CAME]);
-    drop(gone.open(Phase::Absent));
-    assert!(gone.files().is_empty(), "the VM stayed at its source");
-    assert!(!gone.paths.disks().exists());
+fn what_came_is_kept_by_a_host_that_holds_the_vm_under_a_generation_for_which_it_was_not_whole() {
+    for whole in [None, Some(7)] {
+        let left = Left::with(Some(("m", whole)), None, &[CAME]);
+        assert_eq!(settle(&left.paths, Generation(9)), Ok(()));
+        let kept = "root.raw.kept-m";
+        assert_eq!(left.files(), [kept], "it may be somebody's only copy");
+        assert_eq!(left.content(kept), CAME);
+    }
 }
 
 #[test]
@@ -119,7 +120,7 @@ fn a_disk_that_was_this_host_s_once_is_that_under_a_later_generation_and_is_not_
     assert!(settle(&left.paths, Generation(2)).is_err());
     // A person lets the VM run here, which raises the generation; its disk has no name yet.
     assert!(settle(&left.paths, Generation(1 << 30)).is_err());
-    put_aside(&left.paths);
+    put_aside(&left.paths, Source::HasDisks, None);
     assert_eq!(left.content(CAME), CAME);
     std::fs::remove_file(left.directory.path().join("root.raw")).unwrap();
     assert_eq!(settle(&left.paths, Generation(1 << 30)), Ok(()));

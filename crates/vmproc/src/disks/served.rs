@@ -4,9 +4,11 @@
 //! one than QEMU was started with.
 
 use super::activity::Gauge;
+pub(super) use super::came::Arrival;
+use super::came::{Source, put_aside, unmake};
 use super::claim::{Taking, named};
 use super::format::must_be_raw;
-use super::images::{arriving_path, put_aside};
+use super::images::arriving_path;
 use super::in_place::Moves;
 use super::keeping::Keeping;
 use super::left::{Copying, Left};
@@ -75,22 +77,6 @@ pub(crate) struct ServedDisks {
     pub(super) known: Vec<KnownImage>,
 }
 
-/// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Arrival {
-    pub(super) migration: MigrationId,
-    /// The generation under which they were whole and durable here: who holds the VM under this one may use them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) whole: Option<Generation>,
-    /// Whether this host held the VM under that one: they are its disks from then on, whatever generation follows.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(super) ours: bool,
-    /// Whether this process has given them their names.
-    #[serde(skip)]
-    pub(super) is_here: bool,
-}
-
 /// A QEMU's disks, as all handles share them.
 #[derive(Debug)]
 pub(super) struct Served {
@@ -131,23 +117,6 @@ pub(super) struct Alone<'a>(&'a AtomicBool);
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::SeqCst);
-    }
-}
-
-impl Arrival {
-    /// Whether they are this host's, which holds the VM under this generation.
-    pub(super) fn belongs_to(&self, generation: Generation) -> bool {
-        self.ours || self.whole == Some(generation)
-    }
-
-    /// With this migration, of which nothing has come.
-    pub(super) fn of(migration: &MigrationId) -> Self {
-        Self {
-            migration: migration.clone(),
-            whole: None,
-            ours: false,
-            is_here: false,
-        }
     }
 }
 
@@ -221,11 +190,12 @@ impl Served {
 
     /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
     pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
-        put_aside(&self.paths);
+        // What is written next would forget what has no end yet.
+        put_aside(&self.paths, Source::Gone, None).must_be_over()?;
         self.save()?;
         let made = self.make_all(migration);
         if made.is_err() {
-            put_aside(&self.paths);
+            unmake(&self.paths, &migration.id);
         }
         made
     }

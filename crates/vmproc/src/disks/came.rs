@@ -1,0 +1,308 @@
+//! Images that came with a VM whose migration is over here: removed, kept under another name, or left as they are for now.
+//!
+//! They may be the last that is left of a disk. So they are removed only where their source has the disk; where a person says that
+//! the source is gone, or the VM goes on without it, they are kept under a name that is no disk's and that nothing of Godwit
+//! removes; until either is known they stay. Owns nothing: `disks.json` names them, and stays until each has its end, so that every
+//! step is done again after a death. Refuses: to replace a file.
+
+use super::Disks;
+use super::entry::{Entry, Found};
+use super::images::{along, arrival, arriving_path, forget, remove};
+use super::served::ServedDisks;
+use crate::files::Paths;
+use crate::hypervisor::internal;
+use godwit_store::{load_json, save_json};
+use godwit_types::vm::DiskSpec;
+use godwit_types::{ApiError, Generation, MigrationId};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
+
+/// So many names are tried for an image that is kept.
+const NAMES: u32 = 100;
+
+/// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Arrival {
+    pub(super) migration: MigrationId,
+    /// The generation under which they were whole and durable here: who holds the VM under this one may use them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) whole: Option<Generation>,
+    /// Whether this host held the VM under that one: they are its disks from then on, whatever generation follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) ours: bool,
+    /// Whether a person said that the host from which they come is gone for good.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) source_gone: bool,
+    /// Whether this process has given them their names.
+    #[serde(skip)]
+    pub(super) is_here: bool,
+}
+
+impl Arrival {
+    /// Whether they are this host's, which holds the VM under this generation.
+    pub(super) fn belongs_to(&self, generation: Generation) -> bool {
+        self.ours || self.whole == Some(generation)
+    }
+
+    /// With this migration, of which nothing has come.
+    pub(super) fn of(migration: &MigrationId) -> Self {
+        Self {
+            migration: migration.clone(),
+            whole: None,
+            ours: false,
+            source_gone: false,
+            is_here: false,
+        }
+    }
+}
+
+/// What is known of the host from which images came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// It has the disks: it ended the migration, or moves the VM anew.
+    HasDisks,
+    /// A person gave it up, or the VM goes on without it.
+    Gone,
+    Unknown,
+}
+
+/// What became of images that were to be put aside, in sentences for people.
+#[derive(Debug, Default)]
+pub(crate) struct Aside {
+    pub kept: Vec<String>,
+    /// Those that stay as they are until something is known, or can be done.
+    pub waits: Vec<String>,
+}
+
+impl Aside {
+    /// Refuses what would forget an image that is there still.
+    pub(super) fn must_be_over(mut self) -> Result<(), ApiError> {
+        let waits = self.waits.pop();
+        self.tell();
+        waits.map_or(Ok(()), |why| Err(internal(why)))
+    }
+
+    /// Each is a warning in the log.
+    pub(super) fn tell(self) {
+        self.kept
+            .into_iter()
+            .chain(self.waits)
+            .for_each(|sentence| tracing::warn!("{sentence}"));
+    }
+}
+
+/// With which migration images came that are not this host's, if any are noted.
+pub(crate) fn what_came(paths: &Paths) -> Option<MigrationId> {
+    let (_, arrival) = arrival(paths)?;
+    (!arrival.ours).then_some(arrival.migration)
+}
+
+/// The VM is not here, or comes anew: what came of its disks with an earlier migration gets its end, as far as that is known of its
+/// source. `promised` is the generation under which this host was ready to take the VM, if it was.
+pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generation>) -> Aside {
+    let mut aside = Aside::default();
+    let mut all_settled = true;
+    if let Some((what, arrival)) = arrival(paths) {
+        if arrival.ours {
+            let id = &arrival.migration;
+            tracing::warn!(
+                "images that came with migration {id} were this host's and have no names yet: they are left beside the VM's disks (.arriving-{id})"
+            );
+            return aside;
+        }
+        let source = match source {
+            Source::Unknown if arrival.source_gone => Source::Gone,
+            source => source,
+        };
+        for disk in along(&what.disks) {
+            let arrival = &arrival;
+            let came = Came {
+                disk,
+                arrival,
+                promised,
+            };
+            all_settled &= came.settle(source, &mut aside);
+        }
+    }
+    // Whoever looks again tries again.
+    if all_settled {
+        forget(paths);
+    }
+    aside
+}
+
+/// This host holds the VM under another generation than the one for which they were whole.
+pub(super) fn keep_all(disks: &[DiskSpec], arrival: &Arrival) -> Aside {
+    let mut aside = Aside::default();
+    for disk in along(disks) {
+        let came = Came {
+            disk,
+            arrival,
+            promised: None,
+        };
+        came.settle(Source::Gone, &mut aside);
+    }
+    aside
+}
+
+/// What was just made for this migration, and nothing has come into, is removed.
+pub(super) fn unmake(paths: &Paths, migration: &MigrationId) {
+    if what_came(paths).as_ref() == Some(migration) {
+        put_aside(paths, Source::HasDisks, None);
+    }
+}
+
+/// A person says that the host from which they come is gone for good, and no hypervisor has them: durably.
+pub(crate) fn source_is_gone(paths: &Paths) -> Result<(), ApiError> {
+    let what: Option<ServedDisks> = load_json(&paths.disks()).map_err(internal)?;
+    let Some(mut what) = what else { return Ok(()) };
+    note_gone(&mut what);
+    save_json(&paths.disks(), &what).map_err(internal)
+}
+
+fn note_gone(what: &mut ServedDisks) {
+    if let Some(arrival) = &mut what.arriving {
+        arrival.source_gone = true;
+    }
+}
+
+impl Disks {
+    /// As [`source_is_gone`], of those that a hypervisor has.
+    pub(crate) fn source_is_gone(&self) -> Result<(), ApiError> {
+        match self.0.what().arriving {
+            Some(_) => self.0.change(note_gone),
+            None => source_is_gone(&self.0.paths),
+        }
+    }
+}
+
+/// The image of one disk that came.
+struct Came<'a> {
+    disk: &'a DiskSpec,
+    arrival: &'a Arrival,
+    promised: Option<Generation>,
+}
+
+impl Came<'_> {
+    fn path(&self) -> String {
+        arriving_path(&self.disk.path, &self.arrival.migration)
+    }
+
+    /// The names that one may get which is kept. They are no longer than the one that it has.
+    fn kept_path(&self, number: u32) -> String {
+        let (path, id) = (&self.disk.path, &self.arrival.migration);
+        match number {
+            1 => format!("{path}.kept-{id}"),
+            number => format!("{path}.kept-{id}-{number}"),
+        }
+    }
+
+    /// Returns whether nothing of it is left to be done.
+    fn settle(&self, source: Source, aside: &mut Aside) -> bool {
+        let path = self.path();
+        if source == Source::HasDisks {
+            return remove(Path::new(&path));
+        }
+        let size = Entry::at(Path::new(&path)).and_then(|entry| entry.size());
+        let taken = match size {
+            // A hole from one end to the other may be all of a disk.
+            Ok(Some((_, 0))) if self.arrival.whole.is_none() => return remove(Path::new(&path)),
+            Ok(Some((_, taken))) => taken,
+            Ok(None) if source == Source::Unknown => return remove(Path::new(&path)),
+            Ok(None) => 0,
+            Err(error) => return self.stays(&error, aside),
+        };
+        if source == Source::Unknown {
+            let (disk, id, mib) = (&self.disk.name, &self.arrival.migration, mib(taken));
+            aside.waits.push(format!(
+                "what came of disk '{disk}' with migration {id} stays as {path} ({mib} MiB) until its source says that it has the disk, and is removed then; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
+            ));
+            return false;
+        }
+        match self.keep() {
+            Ok(Some(path)) => aside.kept.push(self.is_kept(&path)),
+            Ok(None) => {}
+            Err(error) => return self.stays(&error, aside),
+        }
+        true
+    }
+
+    fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {
+        let (disk, id, path) = (&self.disk.name, &self.arrival.migration, self.path());
+        aside.waits.push(format!(
+            "what came of disk '{disk}' with migration {id} cannot be put aside ({error}): it stays as {path}, and this is tried again"
+        ));
+        false
+    }
+
+    /// Gives it a name that is free, durably; also where a predecessor did that and died. Returns the name; none where nothing came.
+    fn keep(&self) -> io::Result<Option<String>> {
+        let path = self.path();
+        let came = Path::new(&path);
+        let mut taken = None;
+        for number in 1..=NAMES {
+            let kept = self.kept_path(number);
+            let (found, entry) = Entry::looked_at(Path::new(&kept))?;
+            if found == Found::Nothing {
+                match entry.take_from(came.file_name().unwrap_or_default()) {
+                    Ok(()) => {
+                        entry.sync()?;
+                        return Ok(Some(kept));
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                    // A predecessor gave it the last name that is taken.
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                        entry.sync()?;
+                        return Ok(taken);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            taken = Some(kept);
+        }
+        Err(io::Error::other(format!(
+            "{} names like {} are taken",
+            NAMES,
+            self.kept_path(1)
+        )))
+    }
+
+    /// Where it is, what it is, and what a person does with it.
+    fn is_kept(&self, path: &str) -> String {
+        let (disk, id) = (&self.disk.name, &self.arrival.migration);
+        let looked = Entry::at(Path::new(path)).and_then(|entry| {
+            entry.open()?.sync_all()?;
+            entry.size()
+        });
+        let (mib, durable) = match looked {
+            Ok(size) => (mib(size.map_or(0, |(_, taken)| taken)), String::new()),
+            Err(error) => (0, format!("; that it is durable is not certain ({error})")),
+        };
+        let state = self.state();
+        format!(
+            "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB): {state}{durable}; to go on from it name it as the 'path' of the disk in the VM's description, or in a new VM's, and start that on this host; it stays until somebody removes it"
+        )
+    }
+
+    fn state(&self) -> &'static str {
+        match self.arrival.whole {
+            Some(whole) if self.promised == Some(whole) => {
+                "it is whole and durable, with all that the disk had when the guest was stopped at its source"
+            }
+            Some(_) => {
+                "it was whole and durable, and may have only a part of what the guest wrote at its source after that"
+            }
+            None => "it is not known to be whole, so that parts of the disk may be missing",
+        }
+    }
+}
+
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+#[cfg(test)]
+#[path = "came_tests.rs"]
+mod tests;

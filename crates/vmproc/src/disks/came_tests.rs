@@ -1,0 +1,278 @@
+//! Which images that came are removed, which are kept, and which stay, by what is known of their source.
+
+use super::super::images::tests::{CAME, Left, id};
+use super::*;
+use crate::testing::{ask, migration, open};
+use crate::vm::Vm;
+use godwit_ownership::{Event, PeerMessage, Phase};
+use godwit_types::HostName;
+use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmRequest};
+use godwit_types::migration::Side;
+use std::time::Duration;
+
+const KEPT: &str = "root.raw.kept-m";
+
+fn host(name: &str) -> HostName {
+    HostName::new(name).unwrap()
+}
+
+/// What a destination has of a VM that was to come from host `a`.
+fn came(whole: Option<u64>) -> Left {
+    let left = Left::with(Some(("m", whole)), None, &[CAME]);
+    let note = MigrationNote {
+        migration: id("m"),
+        side: Side::Destination,
+        peer: migration("m").source,
+    };
+    save_json(&left.paths.state.join(NOTE_FILE), &note).unwrap();
+    left
+}
+
+fn refused() -> Phase {
+    Phase::Refused {
+        generation: Generation(2),
+        migration: id("m"),
+        from: host("a"),
+    }
+}
+
+fn abort(migration: &str) -> PeerMessage {
+    PeerMessage::Abort {
+        migration: id(migration),
+        reason: None,
+        cancelled: false,
+    }
+}
+
+/// What this process asks other hosts.
+fn asked(vm: &Vm) -> Vec<PeerMessage> {
+    let said = vm.at_hand.outbox.take(Duration::ZERO).into_iter();
+    said.map(|said| serde_json::from_value(said.message).unwrap())
+        .collect()
+}
+
+#[test]
+fn what_came_stays_while_its_source_is_silent_and_goes_once_that_says_that_it_ended_the_migration()
+{
+    for phase in [Phase::Absent, refused()] {
+        let left = came(Some(2));
+        let mut vm = left.open(phase);
+        let question = PeerMessage::AskGift {
+            migration: id("m"),
+            generation: Generation(0),
+        };
+        assert_eq!(asked(&vm), [question]);
+        for (from, message) in [
+            ("a", abort("other")),
+            ("c", abort("m")),
+            (
+                "a",
+                // So answers a host, too, that knows nothing of the VM.
+                PeerMessage::Withdrawn {
+                    migration: id("m"),
+                    generation: Generation(0),
+                },
+            ),
+        ] {
+            vm.hear(host(from), message);
+            assert_eq!(left.files(), [CAME]);
+        }
+        assert!(vm.came.waits());
+        vm.hear(host("a"), abort("m"));
+        assert!(left.files().is_empty());
+        assert!(!left.paths.disks().exists() && !vm.came.waits());
+    }
+}
+
+#[test]
+fn a_move_that_fails_without_a_word_of_the_source_removes_nothing() {
+    let left = came(None);
+    let incoming = Phase::Incoming {
+        migration: id("m"),
+        from: host("a"),
+    };
+    let mut vm = left.open(incoming);
+    assert_eq!(vm.core.record().phase, Phase::Absent);
+    assert_eq!(left.files(), [CAME]);
+    vm.hear(host("a"), abort("m"));
+    assert!(left.files().is_empty());
+}
+
+/// A host that has promised to take the VM from host `a`.
+fn promised(left: &Left, attempt: u64) -> Vm {
+    let mut vm = left.open(Phase::Absent);
+    vm.feed(Event::PrepareIncoming {
+        migration: id("m"),
+        from: host("a"),
+        generation: Generation(attempt),
+    });
+    vm.feed(Event::Loaded {
+        attempt: Generation(attempt),
+    });
+    assert!(matches!(vm.core.record().phase, Phase::Ready { .. }));
+    vm
+}
+
+fn gives_up_on(source: &str) -> VmRequest {
+    VmRequest::Resolve {
+        run_here: false,
+        confirm_fenced: Some(host(source)),
+    }
+}
+
+#[test]
+fn a_disk_whose_source_a_person_gives_up_is_kept_and_the_answer_says_where_and_what_it_is() {
+    let left = came(Some(3));
+    let mut vm = promised(&left, 3);
+    assert!(ask(&mut vm, gives_up_on("c")).is_err());
+    assert_eq!(left.files(), [CAME]);
+    let said = ask(&mut vm, gives_up_on("a")).unwrap();
+    assert!(matches!(vm.core.record().phase, Phase::Refused { .. }));
+    assert_eq!(left.files(), [KEPT]);
+    assert_eq!(left.content(KEPT), CAME);
+    for words in [
+        "this host gave it up; the image of disk 'root' that came with migration m is kept as ",
+        "root.raw.kept-m (1 MiB): it is whole and durable, with all that the disk had when the guest was stopped at its source; to go on from it name it as the 'path'",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+    // Whoever opens the VM next, and whatever the source says then, it stays.
+    drop(vm);
+    let mut vm = open(&left.site);
+    vm.hear(host("a"), abort("m"));
+    assert_eq!(left.files(), [KEPT]);
+}
+
+#[test]
+fn a_person_s_word_is_durable_before_it_is_decided_and_a_successor_keeps_what_came() {
+    let left = came(Some(2));
+    let vm = promised(&left, 3);
+    vm.source_is_gone(&host("c")).unwrap();
+    let gone = |left: &Left| {
+        let what: ServedDisks = load_json(&left.paths.disks()).unwrap().unwrap();
+        what.arriving.unwrap().source_gone
+    };
+    assert!(!gone(&left), "the VM was not to come from there");
+    vm.source_is_gone(&host("a")).unwrap();
+    assert!(gone(&left));
+    drop(vm);
+    // It died before anything else, and its successor finds no QEMU.
+    drop(open(&left.site));
+    assert!(matches!(left.site.phase(), Phase::Refused { .. }));
+    assert_eq!(left.files(), [KEPT]);
+    assert!(!left.paths.disks().exists());
+}
+
+#[test]
+fn where_it_cannot_be_read_what_came_nothing_is_removed() {
+    let left = came(Some(3));
+    let mut vm = promised(&left, 3);
+    std::fs::remove_file(left.paths.disks()).unwrap();
+    std::fs::create_dir(left.paths.disks()).unwrap();
+    drop(ask(&mut vm, gives_up_on("a")));
+    assert_eq!(left.files(), [CAME]);
+}
+
+#[test]
+fn what_came_of_a_host_that_was_removed_is_kept() {
+    let left = came(None);
+    let mut vm = left.open(Phase::Absent);
+    ask(&mut vm, VmRequest::HostRemoved { host: host("c") }).unwrap();
+    assert_eq!(left.files(), [CAME]);
+    ask(&mut vm, VmRequest::HostRemoved { host: host("a") }).unwrap();
+    assert_eq!(left.files(), [KEPT]);
+    assert!(vm.came.told[0].contains("it is not known to be whole"));
+}
+
+#[test]
+fn a_vm_that_comes_anew_has_what_came_before_removed_by_the_same_source_alone() {
+    for (from, files) in [("a", &[][..]), ("c", &[KEPT])] {
+        let left = came(Some(2));
+        let mut vm = left.open(Phase::Absent);
+        vm.comes_anew(&host(from));
+        assert_eq!(left.files(), files);
+        assert!(!vm.came.waits());
+    }
+}
+
+#[test]
+fn an_image_that_is_kept_replaces_nothing_and_is_found_again_by_whoever_goes_on() {
+    let left = Left::with(Some(("m", Some(2))), None, &[CAME, KEPT]);
+    for _ in 0..2 {
+        let aside = put_aside(&left.paths, Source::Gone, None);
+        assert!(aside.waits.is_empty());
+        let [kept] = &aside.kept[..] else {
+            panic!("{aside:?}")
+        };
+        assert!(
+            kept.contains("kept as ") && kept.contains("root.raw.kept-m-2 ("),
+            "{kept}"
+        );
+        assert_eq!(left.files(), [KEPT, "root.raw.kept-m-2"]);
+        assert_eq!(left.content(KEPT), KEPT);
+        assert_eq!(left.content("root.raw.kept-m-2"), CAME);
+        assert!(!left.paths.disks().exists());
+        // Who died before that was forgotten has a successor.
+        save_json(&left.paths.disks(), &left.what).unwrap();
+    }
+}
+
+#[test]
+fn what_a_copy_is_is_told_by_the_generation_for_which_it_was_whole() {
+    for (whole, promised, words) in [
+        (Some(2), Some(2), "it is whole and durable, with all"),
+        (
+            Some(2),
+            Some(3),
+            "it was whole and durable, and may have only",
+        ),
+        (Some(2), None, "it was whole and durable, and may have only"),
+        (None, Some(2), "it is not known to be whole"),
+    ] {
+        let left = came(whole);
+        let aside = put_aside(&left.paths, Source::Gone, promised.map(Generation));
+        assert!(aside.kept[0].contains(words), "{aside:?}");
+    }
+}
+
+#[test]
+fn an_image_into_which_nothing_came_goes_unless_it_is_all_of_a_disk() {
+    for (whole, source) in [
+        (None, Source::Unknown),
+        (None, Source::Gone),
+        (Some(2), Source::Gone),
+    ] {
+        let left = came(whole);
+        let file = std::fs::File::create(left.directory.path().join(CAME)).unwrap();
+        file.set_len(1 << 20).unwrap();
+        drop(file);
+        put_aside(&left.paths, source, None);
+        assert_eq!(left.files().is_empty(), whole.is_none());
+    }
+}
+
+#[test]
+fn what_was_just_made_is_removed_and_nothing_that_came_before() {
+    let left = came(Some(2));
+    unmake(&left.paths, &id("other"));
+    assert_eq!(left.files(), [CAME]);
+    unmake(&left.paths, &id("m"));
+    assert!(left.files().is_empty());
+}
+
+#[test]
+fn what_cannot_be_put_aside_stays_noted_and_nothing_comes_in_its_place() {
+    let left = came(Some(2));
+    let (at, away) = (
+        left.directory.path(),
+        left.directory.path().with_extension("away"),
+    );
+    std::fs::rename(at, &away).unwrap();
+    let aside = put_aside(&left.paths, Source::Gone, None);
+    assert!(aside.waits[0].contains("cannot be put aside (No such file"));
+    assert!(aside.must_be_over().is_err() && left.paths.disks().exists());
+    std::fs::rename(&away, at).unwrap();
+    let aside = put_aside(&left.paths, Source::Gone, None);
+    assert!(aside.must_be_over().is_ok());
+    assert_eq!(left.files(), [KEPT]);
+}
