@@ -40,8 +40,22 @@ pub struct Arriving {
     kept_room: KeptRoom,
     state: Mutex<State>,
     freed: Condvar,
-    /// Why a sync has failed, once one has.
-    not_durable: Mutex<Option<String>>,
+    syncs: Mutex<Syncs>,
+    synced: Condvar,
+}
+
+/// Syncs of the image, one after the other.
+#[derive(Debug, Default)]
+struct Syncs {
+    /// How many have begun,
+    begun: u64,
+    /// and the number of the last that has ended.
+    ended: u64,
+    is_running: bool,
+    /// Who waits for one that is under way, or for the one behind it.
+    waiting: usize,
+    /// Why one has failed, once one has.
+    failure: Option<String>,
 }
 
 /// What came of letting an image have the blocks of another.
@@ -79,7 +93,8 @@ impl Arriving {
             kept_room: KeptRoom::default(),
             state: Mutex::default(),
             freed: Condvar::new(),
-            not_durable: Mutex::default(),
+            syncs: Mutex::default(),
+            synced: Condvar::new(),
         })
     }
 
@@ -187,27 +202,49 @@ impl Arriving {
         self.lock().newest = Newest::default();
     }
 
-    /// Makes all that was carried out durable. The kernel tells of a failure once: every later sync fails, too, whoever has heard of it.
+    /// Makes all that was carried out durable. Those who ask while a sync is under way have the next one done for all of them. The
+    /// kernel tells of a failure once: every later sync fails, too, whoever has heard of it.
     pub fn sync(&self) -> Result<(), Error> {
         self.sync_by(|file| fdatasync(file))
     }
 
-    /// One after the other: none is over before an earlier one has failed or not, however long its caller waited.
     fn sync_by(&self, sync: impl FnOnce(&File) -> Result<(), Errno>) -> Result<(), Error> {
-        let failed = self.not_durable.lock();
-        let mut failed = failed.unwrap_or_else(PoisonError::into_inner);
-        if let Some(why) = &*failed {
-            return Err(self.unusable(why.clone()));
+        let mut syncs = lock(&self.syncs);
+        let wanted = syncs.begun + 1;
+        syncs.waiting += 1;
+        while syncs.is_running && syncs.ended < wanted {
+            let waited = self.synced.wait(syncs);
+            syncs = waited.unwrap_or_else(PoisonError::into_inner);
         }
-        sync(&self.file).map_err(|errno| {
-            let error = Error::Image {
-                action: "make durable",
-                path: self.path.clone(),
-                source: errno.into(),
-            };
-            *failed = Some(error.to_string());
-            error
-        })
+        syncs.waiting -= 1;
+        if syncs.failure.is_none() && syncs.ended < wanted {
+            syncs.begun += 1;
+            let number = syncs.begun;
+            syncs.is_running = true;
+            drop(syncs);
+            let done = sync(&self.file);
+            syncs = lock(&self.syncs);
+            (syncs.is_running, syncs.ended) = (false, number);
+            if let Err(errno) = done {
+                let error = self.not_durable(errno);
+                syncs.failure = Some(error.to_string());
+                self.synced.notify_all();
+                return Err(error);
+            }
+            self.synced.notify_all();
+        }
+        match &syncs.failure {
+            Some(why) => Err(self.unusable(why.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn not_durable(&self, errno: Errno) -> Error {
+        Error::Image {
+            action: "make durable",
+            path: self.path.clone(),
+            source: errno.into(),
+        }
     }
 
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
@@ -281,6 +318,10 @@ fn clone_range(to: &File, from: &File, range: &Range<u64>) -> Result<(), Errno> 
     unsafe { ioctl(to, Setter::<CLONE, CloneRange>::new(cloned)) }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -313,5 +354,45 @@ mod tests {
         let refused = later.join().unwrap().unwrap_err().to_string();
         assert!(refused.contains("Input/output error"), "{refused}");
         assert!(arriving.sync().is_err());
+    }
+
+    #[test]
+    fn those_who_ask_while_a_sync_is_under_way_have_one_done_for_all_of_them() {
+        const ASKERS: usize = 31;
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let arriving = Arriving::of(&image).unwrap();
+        let syncs = std::sync::atomic::AtomicUsize::new(0);
+        let count = || syncs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        let (began, has_begun) = channel();
+        let (end, ends) = channel::<()>();
+        std::thread::scope(|scope| {
+            let (arriving, count) = (&arriving, &count);
+            scope.spawn(move || {
+                let first = arriving.sync_by(|_| {
+                    count();
+                    began.send(()).unwrap();
+                    ends.recv().unwrap();
+                    Ok(())
+                });
+                first.unwrap();
+            });
+            has_begun.recv().unwrap();
+            for _ in 0..ASKERS {
+                scope.spawn(move || {
+                    let asked = arriving.sync_by(|_| {
+                        count();
+                        Ok(())
+                    });
+                    asked.unwrap();
+                });
+            }
+            while lock(&arriving.syncs).waiting < ASKERS {
+                std::thread::yield_now();
+            }
+            end.send(()).unwrap();
+        });
+        assert_eq!(syncs.into_inner(), 2);
     }
 }

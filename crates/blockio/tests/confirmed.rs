@@ -27,6 +27,8 @@ struct Given {
     ended: Vec<u64>,
     /// Changes of the copying.
     copied: u64,
+    may_be_left_alone: bool,
+    kept_waiting: bool,
 }
 
 struct ByHand {
@@ -55,6 +57,14 @@ impl Outlet for ByHand {
 
     fn confirms(&self) -> bool {
         true
+    }
+
+    fn may_be_left_alone(&self) -> bool {
+        self.given.lock().unwrap().may_be_left_alone
+    }
+
+    fn kept_waiting(&mut self) {
+        self.given.lock().unwrap().kept_waiting = true;
     }
 
     fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {
@@ -150,9 +160,14 @@ impl Site {
         let flushes = std::mem::take(&mut given.flushes);
         let numbers = writes.iter().map(|write| write.0).chain(flushes);
         let numbers: Vec<u64> = numbers.collect();
-        given.ended.extend(&numbers);
-        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+        drop(given);
+        numbers.iter().for_each(|number| self.end(*number));
         numbers.len()
+    }
+
+    fn end(&self, number: u64) {
+        self.given.lock().unwrap().ended.push(number);
+        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
     }
 }
 
@@ -187,6 +202,29 @@ fn a_flush_of_equal_sides_is_answered_once_both_have_done_it_and_so_is_a_durable
 }
 
 #[test]
+fn a_destination_that_may_be_left_alone_is_equal_once_it_has_made_durable_what_it_was_given() {
+    let mut site = Site::equal();
+    site.given.lock().unwrap().may_be_left_alone = true;
+    for _ in 0..2 {
+        // Some of it may not have come, were it a flush alone.
+        site.course.lose(0..0);
+        assert!(site.finished().is_empty());
+        assert!(!site.course.is_synchronised());
+        assert_eq!(site.given.lock().unwrap().flushes.len(), 1);
+        // A guest's write does not wait for that.
+        site.stack.submit(write_of(0, 4096, 7, 1), Instant::now());
+        site.finished();
+        let (number, ..) = site.given.lock().unwrap().writes.remove(0);
+        site.end(number);
+        assert_eq!(site.finished(), [1]);
+        assert!(!site.course.is_synchronised());
+        assert_eq!(site.confirm(), 1);
+        assert!(site.finished().is_empty());
+        assert!(site.course.is_synchronised());
+    }
+}
+
+#[test]
 fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_equal_then() {
     let mut site = Site::equal();
     let began = Instant::now();
@@ -200,6 +238,7 @@ fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_e
     }
     assert!(began.elapsed() >= Duration::from_millis(500));
     assert!(!site.course.is_synchronised());
+    assert!(site.given.lock().unwrap().kept_waiting);
     // What it says later of these is of no use.
     site.confirm();
     assert_eq!(site.finished(), [0; 0]);

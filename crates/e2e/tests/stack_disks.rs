@@ -155,7 +155,10 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
 
 #[test]
 fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
-    let (near, far) = ("rtt=0.2ms,rate=1gbit,queue=20ms", "rtt=40ms,rate=1gbit,queue=50ms");
+    let (near, far) = (
+        "rtt=0.2ms,rate=1gbit,queue=20ms",
+        "rtt=40ms,rate=1gbit,queue=50ms",
+    );
     let plan = Plan {
         link: Some(near.parse()?),
         ..Plan::default()

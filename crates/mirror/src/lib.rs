@@ -19,7 +19,7 @@
 //!    write: the guest hears what became of it at the source.
 //!
 //! When a write or a copy has ended at the destination is its driver's to say. A second image of the same host has to have it;
-//! a destination that gets numbered changes over a link, and lets the later number win ([`Newest`]), has ended what was given
+//! so has one over a near link. A far one, which gets numbered changes and lets the later number win ([`Newest`]), has ended what was given
 //! a number.
 
 #![forbid(unsafe_code)]

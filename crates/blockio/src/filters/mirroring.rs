@@ -23,15 +23,10 @@ use super::REGION;
 use super::content::{read_once, runs, written};
 use super::course::{Course, lock};
 use super::outlet::{COPIES, Change, Origin, Outlet};
+use super::pace::copies_beside;
+use super::waits::{Flushing, Given};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
-/// Beside a guest that does much no more regions are copied at once than it has requests under way, times a factor; so few at least,
-const COPIES_MIN: usize = 4;
-/// and so many for each request that the guest has under way: storage that serves all alike would else leave a guest of few
-/// requests a small part of what it can do.
-const COPIES_PER_REQUEST: f64 = 2.0;
-/// A guest that has fewer requests under way, on average, does nothing.
-const IDLE: f64 = 0.05;
 /// What one look counts for in that average, which goes back over a tenth of a second or so.
 const LOOK_COUNTS: f64 = 1.0 / 32.0;
 /// How often it is looked whether there is room again, and what others want.
@@ -45,22 +40,6 @@ const SOURCE: u64 = 1 << 56;
 const COPY: u64 = 2 << 56;
 const FLUSH: u64 = 3 << 56;
 const KIND: u64 = 0xff << 56;
-
-/// What a destination has that confirms it.
-struct Given {
-    since: Instant,
-    /// Whether it is to be durable, too, once it is carried out.
-    durable: bool,
-}
-
-/// A flush of both sides.
-struct Flushing {
-    request: Request,
-    /// What became of it at the source,
-    outcome: Option<Outcome>,
-    /// and whether the destination has done it, or is not waited for.
-    there: bool,
-}
 
 /// Mirrors one disk to an [`Outlet`].
 pub struct Mirroring {
@@ -83,6 +62,10 @@ pub struct Mirroring {
     given: BTreeMap<u64, Given>,
     /// and those of it that are flushes.
     flushes: BTreeMap<u64, Flushing>,
+    /// The flush of the filter's own by which what the destination has becomes durable, now that both sides are equal,
+    base: Option<u64>,
+    /// and whether it has since they are.
+    has_base: bool,
     /// Writes to the source alone, which nobody may be told of while the destination is bound.
     unlike: Vec<u64>,
     /// Copies that are being read, by their numbers.
@@ -117,6 +100,8 @@ impl Mirroring {
             waiting: VecDeque::new(),
             given: BTreeMap::new(),
             flushes: BTreeMap::new(),
+            base: None,
+            has_base: false,
             unlike: Vec::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
@@ -144,10 +129,26 @@ impl Mirroring {
         let left_bytes = self.mirror.left_bytes();
         shared.left_bytes.store(left_bytes, Ordering::Relaxed);
         // What waits for room is under way, too: a guest that outruns the destination always has something that does.
-        let synchronised = self.mirror.phase() == Phase::Synchronised;
+        let is_equal = self.mirror.phase() == Phase::Synchronised;
+        self.has_base &= is_equal;
+        let synchronised = is_equal && (self.has_base || !self.outlet.may_be_left_alone());
         shared.synchronised.store(synchronised, Ordering::Release);
-        if !synchronised {
+        if !is_equal {
             self.course.has_parted();
+        }
+    }
+
+    /// What was durable at the source before both sides were equal is to be so at a destination that may be left alone.
+    fn make_base(&mut self) {
+        if self.has_base || self.base.is_some() || !self.outlet.may_be_left_alone() {
+            return;
+        }
+        self.last_write += 1;
+        let (id, since) = (self.last_write, self.last_look);
+        if self.outlet.flush(id) {
+            let durable = false;
+            self.given.insert(id, Given { since, durable });
+            self.base = Some(id);
         }
     }
 
@@ -266,6 +267,11 @@ impl Mirroring {
     /// The destination has carried this out, or is not waited for.
     fn has_ended_there(&mut self, id: u64, flow: &mut Flow<'_>) {
         self.given.remove(&id);
+        if self.base == Some(id) {
+            self.base = None;
+            self.has_base = true;
+            return self.carry_out(Vec::new(), flow);
+        }
         if let Some(flush) = self.flushes.get_mut(&id) {
             flush.there = true;
             return self.answer_flush(id, flow);
@@ -275,8 +281,7 @@ impl Mirroring {
     }
 
     fn answer_flush(&mut self, id: u64, flow: &mut Flow<'_>) {
-        let is_done = |flush: &Flushing| flush.there && flush.outcome.is_some();
-        if self.flushes.get(&id).is_some_and(is_done)
+        if self.flushes.get(&id).is_some_and(Flushing::is_done)
             && let Some(flush) = self.flushes.remove(&id)
         {
             let outcome = flush.outcome.unwrap_or(Outcome::Failed(Errno::INVAL));
@@ -432,10 +437,12 @@ impl Mirroring {
     /// Whether a write has waited for too long, or one has just before.
     fn keeps_somebody_waiting(&mut self, now: Instant) -> bool {
         let waiting = self.waiting.front().map(|(_, since)| *since);
-        let given = self.given.values().map(|given| given.since).min();
+        let for_guest = self.given.iter().filter(|(id, _)| self.base != Some(**id));
+        let given = for_guest.map(|(_, given)| given.since).min();
         let oldest = waiting.into_iter().chain(given).min();
         if oldest.is_some_and(|since| now >= since + self.outlet.patience()) {
             self.away_until = Some(now + AWAY);
+            self.outlet.kept_waiting();
         }
         self.away_until.is_some_and(|until| now < until)
     }
@@ -443,6 +450,8 @@ impl Mirroring {
     fn look(&mut self, flow: &mut Flow<'_>) {
         self.book_wait(flow.now());
         let lost = self.course.take_lost();
+        // A flush may be lost, too.
+        self.has_base &= lost.is_empty();
         let steps = lost.iter().flat_map(|range| self.mirror.lost(range));
         let steps = steps.collect();
         self.carry_out(steps, flow);
@@ -473,8 +482,11 @@ impl Mirroring {
                 self.carry_out(steps, flow);
             }
             Phase::Copying | Phase::Synchronised if is_silent => self.detach(flow),
-            Phase::Synchronised if self.outlet.confirms() => self.course.may_bind(),
+            Phase::Synchronised => self.make_base(),
             _ => {}
+        }
+        if self.mirror.phase() == Phase::Synchronised && self.outlet.confirms() {
+            self.course.may_bind();
         }
         self.give_writes(flow);
         self.give_copies(flow);
@@ -575,13 +587,5 @@ impl Drop for Mirroring {
         if self.mirror.phase() != Phase::Ended {
             self.course.fail("it is not mirrored any more".to_owned());
         }
-    }
-}
-
-/// How many regions are copied at once beside a guest that has so many requests under way.
-fn copies_beside(load: f64) -> usize {
-    match load < IDLE {
-        true => COPIES,
-        false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),
     }
 }

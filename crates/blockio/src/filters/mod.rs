@@ -11,6 +11,7 @@ mod outlet;
 mod pace;
 mod statistics;
 mod throttle;
+mod waits;
 
 pub use course::{Course, GuestWrites};
 pub use delay::Delay;

@@ -71,13 +71,22 @@ pub trait Outlet: Send {
         false
     }
 
+    /// Whether it may be the only one that is left one day: then both sides count as equal once what it has is durable.
+    fn may_be_left_alone(&self) -> bool {
+        false
+    }
+
+    /// Somebody has waited for it for too long.
+    fn kept_waiting(&mut self) {}
+
     /// As [`Self::give`], for the guest's write of this number. Returns whether it will tell of it in [`Self::take_ended`].
     fn give_write(&mut self, _number: u64, range: Range<u64>, change: Change) -> bool {
         self.give(Origin::Guest, range, change);
         false
     }
 
-    /// Makes durable what it has confirmed before, and confirms that with this number. Returns whether it will.
+    /// Makes durable what it has confirmed before, and what was given as copied before where it [`Self::may_be_left_alone`], and confirms
+    /// that with this number. Returns whether it will.
     fn flush(&mut self, _number: u64) -> bool {
         false
     }

@@ -5,10 +5,19 @@
 //!
 //! Who owns the state: clones of a pace share it. Pure: the caller says what time it is. Refuses nothing.
 
+use super::outlet::COPIES;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::REGION;
+
+/// Beside a guest that does much no more regions are copied at once than it has requests under way, times a factor; so few at least,
+const COPIES_MIN: usize = 4;
+/// and so many for each request that the guest has under way: storage that serves all alike would else leave a guest of few
+/// requests a small part of what it can do.
+const COPIES_PER_REQUEST: f64 = 2.0;
+/// A guest that has fewer requests under way, on average, does nothing.
+const IDLE: f64 = 0.05;
 
 /// How much may be done at once after nothing was.
 const BURST: Duration = Duration::from_millis(100);
@@ -123,6 +132,14 @@ impl std::ops::Add for WaitTimes {
             writes: self.writes + other.writes,
             cap: self.cap + other.cap,
         }
+    }
+}
+
+/// How many regions are copied at once beside a guest that has so many requests under way.
+pub(super) fn copies_beside(load: f64) -> usize {
+    match load < IDLE {
+        true => COPIES,
+        false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),
     }
 }
 

@@ -43,12 +43,28 @@ pub(super) struct Sent {
     pub number: u64,
     pub range: Range<u64>,
     pub origin: Origin,
-    /// Bytes that it counts for among those that are under way,
+    /// Bytes that it counts for among those that are under way.
     pub cost: u64,
-    /// and in the choice of a channel.
-    pub weight: u64,
     /// The guest waits for it.
     pub awaited: Option<Arc<Awaited>>,
+}
+
+/// A flush takes as long as a change of so many bytes, or so.
+const FLUSH_WEIGHT: u64 = 1 << 20;
+
+impl Sent {
+    /// A flush has no bytes, and its number is that of the change that follows.
+    pub fn is_flush(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// What it counts for in the choice of a channel.
+    pub fn weight(&self) -> u64 {
+        match self.is_flush() {
+            true => FLUSH_WEIGHT,
+            false => self.cost,
+        }
+    }
 }
 
 /// An order that waits for its channel.

@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::SendError;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,8 +36,6 @@ const UNDER_WAY_MAX: u64 = 64 << 20;
 const COUNT_MAX: usize = 1 << 16;
 /// A change without content counts as so many bytes.
 const ZERO_COST: u64 = 4096;
-/// A flush takes as long as a change of so many bytes, or so.
-const FLUSH_WEIGHT: u64 = 1 << 20;
 /// A destination that is heard and carries nothing out for so long is waited for by nobody, as is one that is silent.
 const STUCK_FOR: Duration = Duration::from_secs(2);
 
@@ -55,6 +54,8 @@ struct Shared {
     silent_ms: AtomicU64,
     /// Whether guests wait until the destination has carried out what they write.
     awaits: AtomicBool,
+    /// The destination has kept a guest waiting for too long: nobody waits for it any more.
+    is_slow: AtomicBool,
     /// No change with a lower number is under way.
     below: Arc<AtomicU64>,
     state: Mutex<State>,
@@ -71,6 +72,8 @@ struct State {
     below: u64,
     /// Whether the destination has carried it out, or it is lost.
     carried: VecDeque<bool>,
+    /// Flushes that wait until all is carried out that was given before, oldest first.
+    flushes: VecDeque<Sent>,
 }
 
 /// What the channels of a set are made on.
@@ -105,6 +108,7 @@ impl Default for Changes {
             moved_ms: AtomicU64::new(0),
             silent_ms: AtomicU64::new(PATIENCE.as_millis() as u64),
             awaits: AtomicBool::new(false),
+            is_slow: AtomicBool::new(false),
             below: Arc::new(AtomicU64::new(1)),
             state: Mutex::new(State {
                 below: 1,
@@ -175,14 +179,16 @@ impl Changes {
             }
         }
         for (_, sent) in &done {
-            lane.load = lane.load.saturating_sub(sent.weight);
+            lane.load = lane.load.saturating_sub(sent.weight());
             self.0.ended(sent);
         }
-        for (_, sent) in &done {
+        for (_, sent) in done.iter().filter(|(_, sent)| !sent.is_flush()) {
             state.carried_out(sent.number);
         }
         self.0.below.store(state.below, Ordering::Release);
+        let unsent = state.begin_flushes();
         drop(state);
+        unsent.into_iter().for_each(|flush| self.lose(flush));
         if !done.is_empty() {
             self.0.moved_ms.store(self.0.now_ms(), Ordering::Relaxed);
         }
@@ -201,6 +207,10 @@ impl Changes {
         let joining: Vec<Joining> = joining.collect::<Result<_, _>>()?;
         let made = joining.iter().map(|joining| joining.wait(until, ending));
         let made: Vec<Connection> = made.collect::<Result<_, _>>()?;
+        // The channels go over all ways there are.
+        let rtts = made.iter().map(Connection::rtt);
+        let rtt = rtts.fold(link.rtt, Duration::max);
+        let link = Link { rtt, ..link };
         self.attach(maker.number, made, link, tell)
     }
 
@@ -219,7 +229,13 @@ impl Changes {
         let lanes: Result<Vec<Lane>, TransportError> = lanes.collect();
         let silent = PATIENCE.max(4 * link.rtt).as_millis() as u64;
         self.0.silent_ms.store(silent, Ordering::Relaxed);
-        self.0.awaits.store(link.is_awaited(), Ordering::Relaxed);
+        let awaits = link.is_awaited();
+        self.0.awaits.store(awaits, Ordering::Relaxed);
+        tracing::info!(
+            ?link,
+            awaits,
+            "changes of disks have channels; 'awaits': guests wait for the destination, too"
+        );
         self.heard();
         let mut state = self.0.lock();
         (state.set, state.lanes) = (set, lanes?);
@@ -228,18 +244,32 @@ impl Changes {
 
     /// The channels are lost, with what was under way. When this returns nothing leaves on them any more.
     pub(super) fn detach(&self) {
-        let lanes = std::mem::take(&mut self.0.lock().lanes);
+        let (lanes, flushes) = {
+            let mut state = self.0.lock();
+            let flushes = std::mem::take(&mut state.flushes);
+            (std::mem::take(&mut state.lanes), flushes)
+        };
         lanes.iter().for_each(|lane| lane.closer.close());
         for lane in lanes {
             drop(lane.tasks);
-            let unsent = lane.thread.join().unwrap_or_default();
+            let Ok(unsent) = lane.thread.join() else {
+                self.fail("a thread that sends changes of disks has ended by itself");
+                continue;
+            };
             let sent = std::mem::take(&mut *lock(&lane.sent));
-            for one in unsent
+            let sent = sent.into_iter().map(|(_, sent)| sent);
+            unsent
                 .into_iter()
-                .chain(sent.into_iter().map(|(_, sent)| sent))
-            {
-                self.lose(one);
-            }
+                .chain(sent)
+                .for_each(|one| self.lose(one));
+        }
+        flushes.into_iter().for_each(|flush| self.lose(flush));
+    }
+
+    /// Nobody knows what was lost.
+    fn fail(&self, why: &str) {
+        for course in lock(&self.0.courses).values() {
+            course.fail(why.to_owned());
         }
     }
 
@@ -248,7 +278,9 @@ impl Changes {
         if let Some(course) = lock(&self.0.courses).get(&one.disk) {
             course.lose(one.range.clone());
         }
-        self.0.lock().carried_out(one.number);
+        if !one.is_flush() {
+            self.0.lock().carried_out(one.number);
+        }
         self.0.ended(&one);
     }
 
@@ -268,10 +300,9 @@ impl Changes {
 
     fn give(&self, order: Order, to: To) {
         let len = to.range.end.saturating_sub(to.range.start);
-        let (cost, weight) = match &order {
-            Order::Change(Change::Written(..)) => (len, len),
-            Order::Change(Change::Zeroed) => (ZERO_COST, ZERO_COST),
-            Order::Flush => (ZERO_COST, FLUSH_WEIGHT),
+        let cost = match &order {
+            Order::Change(Change::Written(..)) => len,
+            Order::Change(Change::Zeroed) | Order::Flush => ZERO_COST,
         };
         let shared = &self.0;
         if self.under_way_bytes() == 0 {
@@ -283,31 +314,33 @@ impl Changes {
             .fetch_add(cost, Ordering::AcqRel);
         let mut state = shared.lock();
         let number = state.below + state.carried.len() as u64;
-        state.carried.push_back(false);
         let sent = Sent {
             disk: to.disk,
             number,
             range: to.range,
             origin: to.origin,
             cost,
-            weight,
             awaited: to.awaited,
         };
-        let Some(lane) = state.lane_for(to.origin, self.awaits()) else {
-            drop(state);
-            return self.lose(sent);
-        };
-        lane.load += weight;
-        if let Err(unsent) = lane.tasks.send(Task::Send(sent, order)) {
-            drop(state);
-            if let Task::Send(sent, _) = unsent.0 {
-                self.lose(sent);
+        let unsent = match order {
+            Order::Flush if !state.lanes.is_empty() => {
+                state.flushes.push_back(sent);
+                state.begin_flushes()
             }
-        }
+            Order::Flush => vec![sent],
+            order => {
+                state.carried.push_back(false);
+                let unsent = state.send((sent, order), self.awaits());
+                unsent.into_iter().collect()
+            }
+        };
+        drop(state);
+        unsent.into_iter().for_each(|one| self.lose(one));
     }
 
     fn awaits(&self) -> bool {
-        self.0.awaits.load(Ordering::Relaxed)
+        let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        is(&self.0.awaits) && !is(&self.0.is_slow)
     }
 
     fn is_silent(&self) -> bool {
@@ -358,6 +391,30 @@ impl State {
             (true, Origin::Copy) => self.lanes.split_at_mut(half).1,
         };
         lanes.iter_mut().min_by_key(|lane| lane.load)
+    }
+
+    /// Gives back what no channel takes.
+    fn send(&mut self, (sent, order): (Sent, Order), awaits: bool) -> Option<Sent> {
+        let Some(lane) = self.lane_for(sent.origin, awaits) else {
+            return Some(sent);
+        };
+        lane.load += sent.weight();
+        match lane.tasks.send(Task::Send(sent, order)) {
+            Err(SendError(Task::Send(sent, _))) => Some(sent),
+            Err(SendError(Task::End)) | Ok(()) => None,
+        }
+    }
+
+    /// Sends the flushes before which all is carried out. Gives back those that no channel takes.
+    fn begin_flushes(&mut self) -> Vec<Sent> {
+        let mut unsent = Vec::new();
+        while let Some(flush) = self
+            .flushes
+            .pop_front_if(|flush| flush.number <= self.below)
+        {
+            unsent.extend(self.send((flush, Order::Flush), true));
+        }
+        unsent
     }
 
     fn carried_out(&mut self, number: u64) {
@@ -436,6 +493,19 @@ impl Outlet for DiskOutlet {
 
     fn confirms(&self) -> bool {
         self.changes.awaits()
+    }
+
+    fn may_be_left_alone(&self) -> bool {
+        self.confirms()
+    }
+
+    fn kept_waiting(&mut self) {
+        if self.confirms() {
+            self.changes.0.is_slow.store(true, Ordering::Relaxed);
+            tracing::warn!(
+                "the destination kept a guest waiting for too long: from now on it is answered by its own host alone"
+            );
+        }
     }
 
     fn give_write(&mut self, number: u64, range: Range<u64>, change: Change) -> bool {

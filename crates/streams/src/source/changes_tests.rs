@@ -174,6 +174,14 @@ impl Bench {
         }
     }
 
+    /// Until this number is over; of what is copied nobody tells at once.
+    fn hear_until(&mut self, number: u64) {
+        while !self.outlet.take_ended().contains(&number) {
+            self.hear();
+            std::thread::yield_now();
+        }
+    }
+
     fn found(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
     }
@@ -330,8 +338,42 @@ fn a_write_to_a_near_destination_does_not_queue_behind_what_is_copied() {
             .outlet
             .give_write(number, region..region + 512, filled(512, 2));
     }
-    bench.outlet.flush(51);
-    assert_eq!(bench.wait_for(51), (1..=51).collect::<Vec<_>>());
+    assert_eq!(bench.wait_for(50), (1..=50).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_flush_on_a_near_link_is_over_no_sooner_than_what_was_copied_before_it() {
+    let mut bench = Bench::new();
+    let mut unread = bench.connect_over(NEAR, 0, CHANNELS_HERE / 2);
+    bench.outlet.give(Origin::Copy, 0..512, filled(512, 1));
+    bench.outlet.flush(1);
+    // What came later is there, and what was copied is read by nobody.
+    bench.outlet.give_write(2, 512..1024, filled(512, 2));
+    assert_eq!(bench.wait_for(1), [2]);
+    bench.channels.begin(CHANNELS_HERE.into());
+    for connection in unread.drain(..) {
+        let index = connection.channel().changes_index().unwrap();
+        bench.channels.admit(index, connection).unwrap();
+    }
+    bench.hear_until(1);
+    assert_eq!(bench.found()[..512], [1; 512]);
+}
+
+#[test]
+fn a_near_destination_that_kept_somebody_waiting_is_waited_for_by_nobody_from_then_on() {
+    let mut bench = Bench::new();
+    bench.connect_over(NEAR, 0, CHANNELS_HERE);
+    assert!(bench.outlet.confirms() && bench.outlet.may_be_left_alone());
+    bench.outlet.kept_waiting();
+    assert!(!bench.outlet.confirms() && !bench.outlet.may_be_left_alone());
+    assert!(!bench.outlet.give_write(1, 0..512, filled(512, 1)));
+    bench.changes.detach();
+    bench.channels.close();
+    bench.connect_over(NEAR, 1, CHANNELS_HERE);
+    assert!(
+        !bench.outlet.confirms(),
+        "over a link that was made anew, too"
+    );
 }
 
 #[test]
