@@ -231,11 +231,17 @@ impl Changes {
         self.0.silent_ms.store(silent, Ordering::Relaxed);
         let awaits = link.is_awaited();
         self.0.awaits.store(awaits, Ordering::Relaxed);
-        tracing::info!(
-            ?link,
-            awaits,
-            "changes of disks have channels; 'awaits': guests wait for the destination, too"
-        );
+        let rtt_ms = link.rtt.as_secs_f64() * 1e3;
+        match awaits {
+            true => tracing::info!(
+                rtt_ms,
+                "guests wait until the destination has their writes, too"
+            ),
+            false => tracing::info!(
+                rtt_ms,
+                "guests' writes are answered by their own host alone"
+            ),
+        }
         self.heard();
         let mut state = self.0.lock();
         (state.set, state.lanes) = (set, lanes?);

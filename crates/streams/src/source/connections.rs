@@ -97,6 +97,13 @@ pub struct SetPlan<'a> {
     pub changes: Option<&'a Changes>,
 }
 
+impl SetPlan<'_> {
+    fn link(&self, rtt: Duration) -> Link {
+        let protocol = self.protocol;
+        Link { rtt, protocol }
+    }
+}
+
 impl ConnectionSet {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
@@ -164,8 +171,7 @@ impl ConnectionSet {
             };
             set.open_data(joining, until, plan.ending)?;
             if let Some(changes) = plan.changes {
-                let protocol = plan.protocol;
-                let link = Link { rtt, protocol };
+                let link = plan.link(rtt);
                 changes.open(&set.maker, link, (until, plan.ending), plan.tell)?;
             }
             Ok(set)
