@@ -7,7 +7,7 @@ use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
-use godwit_types::datastore::{Datastore, Datastores};
+use godwit_types::datastore::{Datastore, Datastores, is_device_path};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
@@ -16,7 +16,7 @@ use godwit_types::text::listed;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName, bytes_per_s};
 use rustix::fs::{StatVfsMountFlags, statvfs};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -168,6 +168,11 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     let what = format!("datastore '{name}' of host '{host}'");
     match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => {}
+        Ok(found) if found.file_type().is_block_device() || is_device_path(path) => {
+            return Err(format!(
+                "{what} is {path}, where devices are, and disks come to directories alone yet: name another datastore"
+            ));
+        }
         Ok(_) => return Err(format!("{what} is no directory: {path}")),
         Err(error) => {
             return Err(format!(

@@ -10,7 +10,7 @@ use godwit_types::migration::{DiskToMove, MigrationReport};
 use godwit_types::vm::{Accelerator, DiskSpec, VmSpec, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
 use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -132,7 +132,8 @@ impl Host {
                 Some(storage) => storage.own_path(path),
                 None => path.to_owned(),
             };
-            let bytes = std::fs::metadata(path)?.len();
+            // A block device has its length at its end alone.
+            let bytes = std::fs::File::open(path)?.seek(SeekFrom::End(0))?;
             let name = disk.name.clone();
             Ok(DiskToMove {
                 name,

@@ -68,6 +68,12 @@ pub fn datastore_of<'a>(
     stores.iter().find(|(_, store)| store.holds(path))
 }
 
+/// Whether a path is one by which a host has its devices, as `/dev/vg0/web`; memory that is mounted there (`/dev/shm`) has files.
+pub fn is_device_path(path: &str) -> bool {
+    let path = Path::new(path);
+    path.starts_with("/dev") && !path.starts_with("/dev/shm")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,5 +95,15 @@ mod tests {
         assert_eq!(name("/srv/web-root.raw"), Some("all"));
         assert_eq!(name("/srv/slow/web-root.raw"), None);
         assert_eq!(name("/"), None);
+    }
+
+    #[test]
+    fn a_device_is_named_by_its_path_below_dev_and_a_file_is_not() {
+        for path in ["/dev/vg0/web", "/dev/mapper/vg0-web", "/dev/loop7"] {
+            assert!(is_device_path(path), "{path}");
+        }
+        for path in ["/srv/web.raw", "/devices/web.raw", "/dev/shm/web.raw"] {
+            assert!(!is_device_path(path), "{path}");
+        }
     }
 }

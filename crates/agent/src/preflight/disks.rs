@@ -1,7 +1,7 @@
 //! The part of preflight that looks at disks: how large those are that go along with a VM, and whether there is a place for them.
 //!
-//! Reads only. Refuses: images that are no files, since these alone can be copied, and a place that is taken, too small or not
-//! there.
+//! Reads only. Refuses: images that are neither files nor block devices below `/dev`, and a place that is taken, too small, not there or a
+//! device's.
 
 use super::{Finding, refuse};
 use crate::config::HostConfig;
@@ -10,13 +10,13 @@ use crate::users;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
 use godwit_qemu::user::{User, can_make_disk};
-use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::collections::BTreeMap;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
 /// The disks that go along with a VM; those that cannot are refusals. Waits for their storage.
@@ -42,16 +42,34 @@ pub fn to_move(host: &HostName, spec: &VmSpec) -> (Vec<DiskToMove>, Vec<ApiError
 fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
     let path = &disk.path;
     let told = |error: std::io::Error| format!("{path}: {error}");
-    if Path::new(path).is_symlink() {
+    let at = Path::new(path);
+    let (is_link, is_device) = (at.is_symlink(), is_device_path(path));
+    if is_link && !is_device {
         return Err(format!(
             "{path} is a symbolic link: give the path of the image itself"
         ));
     }
-    let file = open_to_look(Path::new(path)).map_err(told)?;
-    if !file.metadata().map_err(told)?.is_file() {
-        return Err(format!(
-            "{path} is no file, and only files are copied yet: put the disk on storage that both hosts have (shared = true), or into a file"
-        ));
+    // A volume is named by a link to its device, and neither is ever removed.
+    let file = match is_link {
+        true => at.canonicalize().and_then(|device| open_to_look(&device)),
+        false => open_to_look(at),
+    };
+    let file = file.map_err(told)?;
+    let is_file = file.metadata().map_err(told)?.is_file();
+    match (is_file, is_device) {
+        (false, true) => {}
+        // Where its VM goes a path below /dev is refused, and another one is a file's.
+        (false, false) => {
+            return Err(format!(
+                "{path} is a block device, and has no path below /dev here: move the disk into a datastore of this host first, with 'godwit vm move-disk'"
+            ));
+        }
+        (true, _) if is_link => {
+            return Err(format!(
+                "{path} is a symbolic link to a file: give the path of the image itself"
+            ));
+        }
+        (true, _) => {}
     }
     let (bytes, used_bytes) = length_and_use(&file).map_err(told)?;
     Ok(DiskToMove {
@@ -120,6 +138,28 @@ fn named(stores: &Datastores, path: &str) -> String {
     }
 }
 
+/// Refuses a place where a device is, or whose directory is that of devices, or one itself. Why is a part of a sentence.
+fn not_among_devices(path: &Path) -> Result<(), String> {
+    let shown = path.display();
+    let parent = path.parent().unwrap_or(Path::new("/"));
+    let is_device = |at: &Path| {
+        at.metadata()
+            .is_ok_and(|at| at.file_type().is_block_device())
+    };
+    let is = if is_device(path) {
+        "is a block device"
+    } else if is_device(parent) {
+        "is below a block device"
+    } else if is_device_path(&path.to_string_lossy()) {
+        "is where that host has its devices"
+    } else {
+        return Ok(());
+    };
+    Err(format!(
+        "{shown} {is}, and disks come to directories alone yet: name a datastore for it (--disk NAME=DATASTORE)"
+    ))
+}
+
 fn has_place(
     (host, stores): (&HostName, &Datastores),
     disk: &DiskSpec,
@@ -128,7 +168,7 @@ fn has_place(
 ) -> Finding {
     let (name, path) = (&disk.name, Path::new(&disk.path));
     let refused = |message| refuse(ErrorCode::Preflight, message);
-    if let Err(why) = must_be_free(path) {
+    if let Err(why) = not_among_devices(path).and_then(|()| must_be_free(path)) {
         return refused(format!("disk '{name}' cannot come to host '{host}': {why}"));
     }
     // The source has refused what it does not measure.
@@ -265,5 +305,67 @@ mod tests {
         has_place("root").unwrap();
         let refused = format!("{:?}", has_place("data").unwrap_err());
         assert!(refused.contains("beside the VM's other disks"), "{refused}");
+    }
+
+    #[test]
+    fn a_device_of_this_host_is_no_place_for_a_disk_that_comes() {
+        let host = HostName::new("b").unwrap();
+        for path in ["/dev/vg0/web-root.raw", "/dev/web-root.raw"] {
+            let disk = DiskSpec::new("root", path);
+            let refused = has_place(
+                (&host, &Datastores::new()),
+                &disk,
+                &[],
+                &mut Promised::default(),
+            );
+            let refused = format!("{:?}", refused.unwrap_err());
+            let words = "where that host has its devices, and disks come to directories alone";
+            assert!(refused.contains(words), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_link_to_an_image_does_not_go_along_where_it_is_none_below_dev() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (image, link) = (dir.path().join("root.raw"), dir.path().join("link"));
+        std::fs::write(&image, [0; 512]).unwrap();
+        std::os::unix::fs::symlink(&image, &link).unwrap();
+        let of = |path: &Path| measured(&DiskSpec::new("root", path.to_str().unwrap()));
+        assert_eq!(of(&image).unwrap().bytes, 512);
+        let refused = of(&link).unwrap_err();
+        assert!(refused.contains("is a symbolic link"), "{refused}");
+        let refused = of(Path::new("/dev/none/root")).unwrap_err();
+        assert!(refused.contains("/dev/none/root: "), "{refused}");
+    }
+
+    /// What this command says, if it can do this here.
+    fn said(program: &str, words: &[&std::ffi::OsStr]) -> Option<String> {
+        let output = std::process::Command::new(program).args(words).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    }
+
+    #[test]
+    fn a_block_device_goes_along_with_all_of_its_length_where_it_is_named_below_dev() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (file, node) = (dir.path().join("file"), dir.path().join("node"));
+        std::fs::File::create(&file)
+            .unwrap()
+            .set_len(8 << 20)
+            .unwrap();
+        let words = ["-f".as_ref(), "--show".as_ref(), file.as_os_str()];
+        let Some(device) = said("losetup", &words) else {
+            return println!("skipped: no device can be made of a file");
+        };
+        let copied = said("cp", &["-a".as_ref(), device.as_ref(), node.as_os_str()]);
+        let of = |path: &str| measured(&DiskSpec::new("root", path));
+        let (found, elsewhere) = (of(&device), of(node.to_str().unwrap()));
+        said("losetup", &["-d".as_ref(), device.as_ref()]);
+        let found = found.unwrap();
+        assert_eq!((found.bytes, found.used_bytes), (8 << 20, 8 << 20));
+        if copied.is_some() {
+            let refused = elsewhere.unwrap_err();
+            assert!(refused.contains("has no path below /dev here"), "{refused}");
+        }
     }
 }

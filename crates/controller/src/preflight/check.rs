@@ -7,6 +7,7 @@
 use crate::error::{Outcome, refuse};
 use crate::placement::place;
 use godwit_migrate::admission::reasons_to_stay;
+use godwit_types::datastore::is_device_path;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
@@ -106,18 +107,27 @@ fn gives_way(guess: &ApiError, said: &[(&HostName, Option<&Said>)]) -> bool {
     })
 }
 
-fn fine(facts: &Facts, cipher: Cipher) -> [String; 2] {
+fn fine(facts: &Facts, cipher: Cipher) -> Vec<String> {
     let cipher = match cipher {
         Cipher::Aes256Gcm => "aes-256-gcm",
         Cipher::None => "none",
     };
-    [
+    let host = &facts.source.name;
+    let mut fine = vec![
         format!(
-            "hosts {} and {} have in common what VM {} needs",
-            facts.source.name, facts.destination.name, facts.vm.spec.name
+            "hosts {host} and {} have in common what VM {} needs",
+            facts.destination.name, facts.vm.spec.name
         ),
         format!("encryption: {cipher}"),
-    ]
+    ];
+    let along = facts.vm.spec.disks.iter().filter(|disk| disk.goes_along());
+    fine.extend(along.filter(|disk| is_device_path(&disk.path)).map(|disk| {
+        let (name, path) = (&disk.name, &disk.path);
+        format!(
+            "disk '{name}': the device {path} stays on host {host} as it is once the VM has moved"
+        )
+    }));
+    fine
 }
 
 /// What the inventory finds, and the encryption.

@@ -1,10 +1,11 @@
 //! Where a VM's disks come to on another host.
 //!
 //! Pure: told by the description and by what both hosts say of their datastores; whether there is room is the destination's
-//! to say. Refuses: a choice for a disk that does not go along, and a datastore that the destination does not have.
+//! to say. Refuses: a choice for a disk that does not go along, a datastore that the destination does not have, and a disk that
+//! would come to a device's path.
 
 use crate::error::{Outcome, refuse};
-use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{DatastoreName, ErrorCode, HostName, VmSpec};
@@ -29,6 +30,15 @@ pub fn there(
             if let Some(path) = same_store(disk, from, to) {
                 disk.path = path;
             }
+            if disk.goes_along() && is_device_path(&disk.path) {
+                let path = &disk.path;
+                return refuse(
+                    ErrorCode::NotMigratable,
+                    format!(
+                        "disk '{name}' of VM {vm} cannot go along to host {host} as it is: its path {path} is a device of the host that it is on, so name a datastore ('godwit vm migrate {vm} --to {host} --disk {name}=DATASTORE')"
+                    ),
+                );
+            }
             continue;
         };
         if !disk.goes_along() {
@@ -51,6 +61,15 @@ pub fn there(
                     ErrorCode::InvalidRequest,
                     format!(
                         "datastore '{store}' of host {host} is shared storage: move the disk there first, on a host that has it, with 'godwit vm move-disk {vm} {name} --to {store}'"
+                    ),
+                );
+            }
+            Ok(found) if is_device_path(&found.path) => {
+                let path = &found.path;
+                return refuse(
+                    ErrorCode::InvalidRequest,
+                    format!(
+                        "datastore '{store}' of host {host} is {path}, where devices are, and disks come to directories alone yet: name another datastore"
                     ),
                 );
             }
@@ -144,6 +163,44 @@ mod tests {
         ] {
             let refused = paths(&[wish]).unwrap_err();
             assert!(refused.contains(words), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_disk_on_a_device_goes_along_to_a_datastore_that_is_named_and_to_no_device() {
+        let to: Datastores = [
+            store("slow", "/b/slow", false),
+            store("raw", "/dev/vg0", false),
+        ]
+        .into();
+        let host = HostName::new("b").unwrap();
+        let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
+        spec.disks = vec![disk("root", "/dev/vg0/web")];
+        let there = |spec: &VmSpec, wish: Option<&str>| {
+            let wish = wish.map(|store| ("root".to_owned(), DatastoreName::new(store).unwrap()));
+            let wish = wish.into_iter().collect();
+            let there = there(spec, &Datastores::new(), (&host, &to), &wish);
+            let there = there.map_err(|error| error.message)?;
+            Ok::<_, String>(there.disks[0].path.clone())
+        };
+        assert_eq!(there(&spec, Some("slow")).unwrap(), "/b/slow/web-root.raw");
+        for (wish, words) in [
+            (
+                None,
+                "its path /dev/vg0/web is a device of the host that it is on, so name a datastore ('godwit vm migrate web --to b --disk root=DATASTORE')",
+            ),
+            (
+                Some("raw"),
+                "datastore 'raw' of host b is /dev/vg0, where devices are",
+            ),
+        ] {
+            let refused = there(&spec, wish).unwrap_err();
+            assert!(refused.contains(words), "{refused}");
+        }
+        // What does not go along may be a device of every host.
+        for (read_only, shared) in [(true, false), (false, true)] {
+            (spec.disks[0].read_only, spec.disks[0].shared) = (read_only, shared);
+            assert_eq!(there(&spec, None).unwrap(), "/dev/vg0/web");
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! What is noted of it may be an old copy, file systems give a number again to the next file, and devices may have others after a boot. So what the
 //! image says of itself decides; device and inode do where it says nothing. Owns nothing. Refuses: another file, and, until that is known, one that
-//! may be another.
+//! may be another; and a block device, which is whoever made it's to remove: it is not even looked at.
 
 use super::entry::{Entry, Found};
 use crate::image::readable_record;
@@ -33,10 +33,28 @@ pub(super) enum Is {
     Unknown,
 }
 
+/// Whether an image of this identity ([`godwit_qemu::disk::identity_of`]) is a block device: no file has number 0.
+pub(super) fn is_device((_, inode): (u64, u64)) -> bool {
+    inode == 0
+}
+
+/// Says that a disk's former image stays where it is.
+pub(super) fn tell_left(disk: &str, path: &str) {
+    tracing::info!(
+        disk,
+        path,
+        "its former image is a block device, which is left as it is"
+    );
+}
+
 impl Former<'_> {
-    /// Returns whether nothing of it is left.
+    /// Returns whether nothing is left of it that is to be removed.
     pub(super) fn remove(&self) -> bool {
         let (disk, path) = (self.disk, self.path.display());
+        if is_device(self.image) {
+            tell_left(disk, &path.to_string());
+            return true;
+        }
         let looked = Entry::looked_at(self.path).and_then(|(found, entry)| match found {
             Found::Nothing => Ok(entry.is_on(self.image.0)),
             found => match self.compare(found, &entry)? {
@@ -157,6 +175,31 @@ pub(super) mod tests {
             known: known.then_some(&noted_then),
         };
         [former.remove(), !path.exists()]
+    }
+
+    #[test]
+    fn of_a_block_device_nothing_is_removed_whatever_has_its_name_by_now() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("volume");
+        let former = Former {
+            disk: "root",
+            path: &path,
+            image: (0x700, 0),
+            known: None,
+        };
+        assert!(former.remove(), "nothing is to be done where it is gone");
+        std::fs::write(&path, "somebody's").unwrap();
+        assert!(former.remove() && path.exists());
+        std::os::unix::fs::symlink("/dev/none", directory.path().join("link")).unwrap();
+        let path = directory.path().join("link");
+        assert!(
+            Former {
+                path: &path,
+                ..former
+            }
+            .remove()
+                && path.is_symlink()
+        );
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! What moves of disks on this host leave: an image that is not whole, and images that are no disk any more.
 //!
 //! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
-//! what is a disk, or another file than the one that was left.
+//! what is a disk, a block device, or another file than the one that was left.
+//!
+//! A block device that was left has nothing to be done with it, and is looked at no more. But it is still there, with the disk as it was then: so it
+//! stays noted while the VM is this host's, and a description that names it, as an older copy does, is not obeyed.
 
 use super::entry::{Entry, Found};
-use super::former::{Former, Is};
+use super::former::{Former, Is, is_device, tell_left};
 use super::images::remove;
 use super::served::ServedDisks;
 use crate::faults::reached;
@@ -53,10 +56,16 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
-    if let Some(spec) = spec {
-        // It is a disk that somebody described since.
-        let is_disk = |path: &str| spec.disks.iter().any(|disk| disk.path == path);
-        what.left.retain(|left| !is_disk(&left.path));
+    match spec {
+        Some(spec) => {
+            // It is a disk that somebody described since.
+            let is_disk = |path: &str| spec.disks.iter().any(|disk| disk.path == path);
+            what.left.retain(|left| !is_disk(&left.path));
+        }
+        // Nobody starts anything with a description that could name it.
+        None => what
+            .left
+            .retain(|left| !(left.followed && is_device(left.image))),
     }
     if let Some(copying) = what.copying.take() {
         if let Some(left) = copying.out_of_reach() {
@@ -131,6 +140,9 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
         {
             described.path.clone_from(&now.path);
             described.shared = now.shared;
+            if is_device(left.image) {
+                tell_left(&left.disk, &left.path);
+            }
         }
     }
     if *spec != before {
@@ -140,12 +152,13 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
     Ok(())
 }
 
-/// Removes what nothing needs any more; what could not be removed stays noted.
+/// Removes what nothing needs any more; what could not be removed stays noted, and so does a block device.
 pub(super) fn remove_left(what: &mut ServedDisks) {
     let disks = what.disks.clone();
     what.left.retain(|left| {
         let is_disk = disks.iter().any(|disk| disk.path == left.path);
-        let stays = !left.followed;
+        let is_guard = is_device(left.image) && !left.disk.is_empty() && !is_disk;
+        let stays = !left.followed || is_guard;
         stays || !(is_disk || left.former().remove())
     });
 }

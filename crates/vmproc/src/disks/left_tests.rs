@@ -270,3 +270,47 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
     let noted: Vec<&str> = left.iter().map(|left| left.path.as_str()).collect();
     assert_eq!(noted, expected);
 }
+
+/// A VM whose disk went from a block device to a file.
+fn off_a_device() -> Dead {
+    Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![Left {
+            image: (0x700, 0),
+            ..dead.left("old")
+        }];
+        what.disks[0].path = dead.path("new");
+    })
+}
+
+#[test]
+fn a_block_device_that_was_left_stays_and_is_never_the_disk_again() {
+    let mut dead = off_a_device();
+    let (old, new) = (dead.path("old"), dead.path("new"));
+    let both = vec!["new".to_owned(), "old".to_owned()];
+    assert_eq!(dead.settled(), (both.clone(), new.clone()));
+    // An older description names it, at whatever time: it has the disk as it was then.
+    for _ in 0..2 {
+        dead.spec.disks[0].path.clone_from(&old);
+        assert_eq!(dead.settled(), (both.clone(), new.clone()));
+        assert!(dead.written().left[0].followed);
+    }
+    // The next QEMU's record has it, too.
+    assert_eq!(kept(&dead.paths, &dead.spec.disks).left.len(), 1);
+    // Nobody needs it once the VM is elsewhere.
+    super::super::images::leave(&dead.paths, &godwit_types::MigrationId::new("m-1").unwrap());
+    assert!(!dead.paths.disks().exists() && Path::new(&old).exists());
+}
+
+#[test]
+fn a_block_device_that_went_along_with_its_vm_is_forgotten_there_or_not() {
+    let migration = godwit_types::MigrationId::new("m-1").unwrap();
+    for files in [&["old"][..], &[]] {
+        let dead = Dead::with(files, |_, what| {
+            what.images = vec![(0x700, 0)];
+            what.leaving = Some(migration.clone());
+        });
+        super::super::images::leave(&dead.paths, &migration);
+        assert!(!dead.paths.disks().exists(), "{files:?}");
+        assert_eq!(Path::new(&dead.path("old")).exists(), !files.is_empty());
+    }
+}

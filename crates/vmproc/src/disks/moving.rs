@@ -13,6 +13,7 @@ use godwit_blockio::Arriving;
 use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace, REGION, WaitTimes};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
+use godwit_types::datastore::is_device_path;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
@@ -327,7 +328,11 @@ impl Drop for SourceDisks {
 /// The image of a disk, to look at.
 pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
-    let file = open_to_look(Path::new(&spec.path)).map_err(|error| told(&error))?;
+    // A volume is named by a link to its device.
+    let device = is_device_path(&spec.path).then(|| Path::new(&spec.path).canonicalize());
+    let device = device.transpose().map_err(|error| told(&error))?;
+    let path = device.as_deref().unwrap_or(Path::new(&spec.path));
+    let file = open_to_look(path).map_err(|error| told(&error))?;
     let found = identity_of_open(&file).map_err(|error| told(&error))?;
     match found == image {
         true => Ok(file),

@@ -14,6 +14,7 @@ use crate::watch::failure;
 use godwit_rpc::ControllerClient;
 use godwit_types::ErrorCode;
 use godwit_types::VmName;
+use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, MoveDisks};
 use std::time::{Duration, Instant};
 
@@ -152,8 +153,12 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
     match disk.state {
         DiskMoveState::Moved => {
             let waited = disk.switch_ms.unwrap_or(0.0);
+            let left = match is_device_path(from) {
+                true => format!("; the device {from} is left as it is, and free for others"),
+                false => String::new(),
+            };
             format!(
-                "disk '{name}' of VM '{vm}' is {to} now{}; its guest's requests waited {waited:.1} ms for that",
+                "disk '{name}' of VM '{vm}' is {to} now{}; its guest's requests waited {waited:.1} ms for that{left}",
                 took(disk)
             )
         }
@@ -245,6 +250,13 @@ mod tests {
             sentence(&vm, &disk),
             "disk 'root' of VM 'web' is /new now; its guest's requests waited 3.2 ms for that"
         );
+        let off_device = DiskMove {
+            from: "/dev/vg0/web".to_owned(),
+            ..disk.clone()
+        };
+        let said = sentence(&vm, &off_device);
+        let words = "for that; the device /dev/vg0/web is left as it is";
+        assert!(said.contains(words), "{said}");
         (disk.seconds, disk.limited_by) = (Some(8.04), Some(DiskMoveLimit::DestinationDisk));
         let said = sentence(&vm, &disk);
         let words = "is /new now: 2.0 GiB in 8.0 s, limited by writes of its new image; its";
