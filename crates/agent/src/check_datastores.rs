@@ -11,7 +11,7 @@ use crate::users::{self, User};
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::disk_place::can_make_image;
 use godwit_types::DatastoreName;
-use godwit_types::datastore::{Datastore, DatastoreRoom};
+use godwit_types::datastore::{Datastore, DatastoreRoom, is_device_path};
 use godwit_types::host::Check;
 use godwit_types::vm::UIDS;
 use rustix::fs::{StatVfsMountFlags, statvfs};
@@ -66,6 +66,15 @@ fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Durati
 
 fn look(name: &DatastoreName, path: &str, user: User) -> Check {
     match std::fs::metadata(path) {
+        Ok(_) if is_device_path(path) => {
+            return failed(
+                NAME,
+                format!(
+                    "{name}: {path} is where devices are, and disks come to directories alone yet"
+                ),
+                "correct [datastores] in host.toml and restart godwit-agent",
+            );
+        }
         Ok(found) if found.is_dir() => {}
         Ok(_) => {
             return failed(
@@ -188,6 +197,10 @@ mod tests {
         let found = looked(&gone);
         assert_eq!(found.status, CheckStatus::Failed);
         assert!(found.found.contains("is no directory"), "{}", found.found);
+        // A directory of devices is in memory: a disk there would be gone with the next boot.
+        let found = looked("/dev/pts");
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.contains("where devices are"), "{}", found.found);
     }
 
     #[test]

@@ -167,12 +167,12 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     let path = &store.path;
     let what = format!("datastore '{name}' of host '{host}'");
     match std::fs::metadata(path) {
-        Ok(found) if found.is_dir() => {}
         Ok(found) if found.file_type().is_block_device() || is_device_path(path) => {
             return Err(format!(
                 "{what} is {path}, where devices are, and disks come to directories alone yet: name another datastore"
             ));
         }
+        Ok(found) if found.is_dir() => {}
         Ok(_) => return Err(format!("{what} is no directory: {path}")),
         Err(error) => {
             return Err(format!(

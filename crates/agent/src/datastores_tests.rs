@@ -239,3 +239,14 @@ fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_and_is_no
         assert_eq!(eta(&[other], None), None);
     }
 }
+
+#[test]
+fn a_directory_of_devices_is_no_datastore() {
+    let (host, name) = (
+        HostName::new("a").unwrap(),
+        DatastoreName::new("raw").unwrap(),
+    );
+    let store = Datastore::new("/dev/pts", false);
+    let refused = room_in(&host, &name, &store).unwrap_err();
+    assert!(refused.contains("where devices are"), "{refused}");
+}
