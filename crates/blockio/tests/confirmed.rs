@@ -6,10 +6,11 @@ mod common;
 use common::{request_of, volume, write_of};
 use godwit_blockio::filters::{Change, Course, Fault, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work, switch_over,
+    Access, Arriving, Bell, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work,
+    switch_over,
 };
 use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -35,7 +36,7 @@ struct ByHand {
     given: Arc<Mutex<Given>>,
     to: Arc<Arriving>,
     count: u64,
-    bell: OwnedFd,
+    bell: Arc<Bell>,
 }
 
 impl Outlet for ByHand {
@@ -101,7 +102,7 @@ struct Site {
     stack: Stack<Engine>,
     course: Course,
     given: Arc<Mutex<Given>>,
-    bell: OwnedFd,
+    bell: Arc<Bell>,
     source: Fault,
     _volumes: [common::Volume; 2],
 }
@@ -111,13 +112,12 @@ impl Site {
         let (from, to) = (volume(BYTES), volume(BYTES));
         let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
         let (given, course) = (Arc::<Mutex<Given>>::default(), Course::default());
-        let flags = rustix::event::EventfdFlags::CLOEXEC;
-        let bell = rustix::event::eventfd(0, flags).unwrap();
+        let bell = Arc::new(Bell::new().unwrap());
         let outlet = ByHand {
             given: Arc::clone(&given),
             to: Arc::new(Arriving::of(&open(&to.path)).unwrap()),
             count: 0,
-            bell: bell.try_clone().unwrap(),
+            bell: Arc::clone(&bell),
         };
         let mirroring = Mirroring::new(BYTES, Box::new(outlet), &course);
         let engine = Engine::new(open(&from.path)).unwrap();
@@ -167,7 +167,7 @@ impl Site {
 
     fn end(&self, number: u64) {
         self.given.lock().unwrap().ended.push(number);
-        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+        self.bell.ring();
     }
 }
 

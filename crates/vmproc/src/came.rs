@@ -157,9 +157,7 @@ impl Vm {
             true => Source::HasDisks,
             false => Source::Gone,
         };
-        let aside = disks::put_aside(&self.paths, source, None);
-        let all = aside.kept.iter().chain(&aside.waits);
-        all.for_each(|sentence| tracing::warn!("{sentence}"));
+        disks::put_aside(&self.paths, source, None).tell();
         self.came = Came::default();
     }
 }

@@ -145,11 +145,17 @@ impl Mirroring {
         }
         self.last_write += 1;
         let (id, since) = (self.last_write, self.last_look);
-        if self.outlet.flush(id) {
+        self.base = self.flush_there(id, since).then_some(id);
+    }
+
+    /// Returns whether the destination will tell of it.
+    fn flush_there(&mut self, id: u64, since: Instant) -> bool {
+        let confirms = self.outlet.flush(id);
+        if confirms {
             let durable = false;
             self.given.insert(id, Given { since, durable });
-            self.base = Some(id);
         }
+        confirms
     }
 
     fn copy(&mut self, copy: Copy, flow: &mut Flow<'_>) -> Vec<Step> {
@@ -235,15 +241,10 @@ impl Mirroring {
         self.last_write += 1;
         let (id, since) = (self.last_write, flow.now());
         flow.make_like(&request, Data::None, FLUSH | id);
-        let confirms = self.outlet.flush(id);
-        if confirms {
-            let durable = false;
-            self.given.insert(id, Given { since, durable });
-        }
         let flushing = Flushing {
             request,
             outcome: None,
-            there: !confirms,
+            there: !self.flush_there(id, since),
         };
         self.flushes.insert(id, flushing);
     }

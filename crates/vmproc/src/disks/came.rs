@@ -85,7 +85,7 @@ impl Aside {
     }
 
     /// Each is a warning in the log.
-    pub(super) fn tell(self) {
+    pub(crate) fn tell(self) {
         self.kept
             .into_iter()
             .chain(self.waits)
@@ -116,15 +116,7 @@ pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generati
             Source::Unknown if arrival.source_gone => Source::Gone,
             source => source,
         };
-        for disk in along(&what.disks) {
-            let arrival = &arrival;
-            let came = Came {
-                disk,
-                arrival,
-                promised,
-            };
-            all_settled &= came.settle(source, &mut aside);
-        }
+        all_settled = settle_all((&what.disks, &arrival), source, promised, &mut aside);
     }
     // Whoever looks again tries again.
     if all_settled {
@@ -136,15 +128,27 @@ pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generati
 /// This host holds the VM under another generation than the one for which they were whole.
 pub(super) fn keep_all(disks: &[DiskSpec], arrival: &Arrival) -> Aside {
     let mut aside = Aside::default();
+    settle_all((disks, arrival), Source::Gone, None, &mut aside);
+    aside
+}
+
+/// Returns whether nothing of them is left to be done.
+fn settle_all(
+    (disks, arrival): (&[DiskSpec], &Arrival),
+    source: Source,
+    promised: Option<Generation>,
+    aside: &mut Aside,
+) -> bool {
+    let mut all_settled = true;
     for disk in along(disks) {
         let came = Came {
             disk,
             arrival,
-            promised: None,
+            promised,
         };
-        came.settle(Source::Gone, &mut aside);
+        all_settled &= came.settle(source, aside);
     }
-    aside
+    all_settled
 }
 
 /// What was just made for this migration, and nothing has come into, is removed.
