@@ -3,9 +3,12 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{LONG, LOOK_EVERY, Site, dies_at, does_at, has_died};
+use disk_site::{
+    LONG, LOOK_EVERY, Site, begin_move, dies_at, does_at, has_died, is_described, move_ended,
+    places,
+};
 use godwit_e2e::pair::Options;
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -23,38 +26,7 @@ fn another(site: &Site, name: &str) -> Result<PathBuf> {
 }
 
 fn begin(site: &Site, to: &Path) -> Result<DiskMoves> {
-    begin_capped(site, to, None)
-}
-
-fn place(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<DiskPlace>> {
-    Ok(vec![DiskPlace {
-        disk: "root".into(),
-        path: to.to_str().context("a path")?.into(),
-        shared: false,
-        max_bandwidth_mbit_per_s,
-    }])
-}
-
-fn begin_capped(site: &Site, to: &Path, cap: Option<u64>) -> Result<DiskMoves> {
-    let places = place(to, cap)?;
-    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
-        VmAnswer::DiskMoves(moves) => Ok(moves),
-        other => bail!("{other:?}"),
-    }
-}
-
-fn ended(site: &Site) -> Result<DiskMove> {
-    let deadline = Instant::now() + LONG;
-    loop {
-        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
-            bail!("no moves");
-        };
-        if !moves.are_under_way() {
-            return moves.disks.into_iter().next().context("no disk was moved");
-        }
-        ensure!(Instant::now() < deadline, "{moves:?}");
-        std::thread::sleep(LOOK_EVERY);
-    }
+    begin_move(site, to, None)
 }
 
 /// How many files are in the directory of this one.
@@ -75,13 +47,10 @@ fn is_empty_beside(path: &Path, what: &str) -> Result<()> {
 
 /// The VM's description says that the disk is there, and nowhere else is anything of it.
 fn is_at(site: &mut Site, path: &Path) -> Result<()> {
-    let deadline = Instant::now() + LONG;
     let former = std::mem::replace(&mut site.path, path.to_owned());
-    let described = || -> Result<String> {
-        let vm = site.pair.a.vm()?;
-        Ok(vm.spec.disks.first().context("a disk")?.path.clone())
-    };
-    while described().ok().as_deref() != path.to_str() || (former != path && former.exists()) {
+    is_described(&site.pair.a, path)?;
+    let deadline = Instant::now() + LONG;
+    while former != path && former.exists() {
         ensure!(
             Instant::now() < deadline,
             "it is still {}",
@@ -99,7 +68,7 @@ fn a_disk_moves_to_another_place_of_its_host_and_back_and_its_guest_loses_nothin
     for to in [&fast, &first] {
         let begun = begin(&site, to)?;
         ensure!(begun.are_under_way(), "{begun:?}");
-        let moved = ended(&site)?;
+        let moved = move_ended(&site)?;
         ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
         println!(
             "  {} MiB, {:.1} ms",
@@ -117,7 +86,7 @@ fn a_disk_moves_to_another_place_of_its_host_and_back_and_its_guest_loses_nothin
     ensure!(site.images(&site.pair.a)? == ["root.raw"]);
     // A successor works with the image that the disk has now.
     begin(&site, &fast)?;
-    ended(&site)?;
+    move_ended(&site)?;
     is_at(&mut site, &fast)?;
     let starts = site.pair.a.starts();
     site.pair.a.signal_kill()?;
@@ -132,7 +101,7 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
     let fast = another(&site, "fast")?;
     std::fs::write(&fast, "somebody's")?;
     begin(&site, &fast)?;
-    let refused = ended(&site)?;
+    let refused = move_ended(&site)?;
     let why = refused.why.unwrap_or_default();
     ensure!(
         refused.state == DiskMoveState::Failed && why.contains("a file is at"),
@@ -145,7 +114,7 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
     site.pair.a.wait_fault(LONG)?;
     site.pair.a.ask(&VmRequest::CancelDiskMoves)?;
     site.pair.a.release()?;
-    let state = ended(&site)?.state;
+    let state = move_ended(&site)?.state;
     ensure!(state == DiskMoveState::Cancelled, "{state:?}");
     is_empty_beside(&fast, "called off")?;
     site.is_whole(&site.pair.a)?;
@@ -181,7 +150,7 @@ fn a_file_that_somebody_puts_where_a_new_image_was_made_is_not_written() -> Resu
     std::fs::set_permissions(&victim, std::fs::Permissions::from_mode(0o666))?;
     std::os::unix::fs::symlink(&victim, made.path())?;
     site.pair.a.release()?;
-    let failed = ended(&site)?;
+    let failed = move_ended(&site)?;
     let why = failed.why.context("it is moved")?;
     ensure!(
         why.contains("another file is where its image was made"),
@@ -266,7 +235,7 @@ fn a_vm_does_not_leave_its_host_while_its_disks_are_on_their_way() -> Result<()>
     let refused = format!("{:#}", begun.err().context("it was let go")?);
     ensure!(refused.contains("are being moved"), "{refused}");
     site.pair.a.release()?;
-    ensure!(ended(&site)?.state == DiskMoveState::Moved);
+    ensure!(move_ended(&site)?.state == DiskMoveState::Moved);
     is_at(&mut site, &fast)?;
     site.goes_on(&site.pair.a, 20)
 }
@@ -313,7 +282,7 @@ fn a_move_is_planned_without_a_change_keeps_its_cap_and_stays_listed_after_its_e
         VmAnswer::DiskMoves(moves) => Ok(moves),
         other => bail!("{other:?}"),
     };
-    let places = place(&fast, None)?;
+    let places = places(&fast, None)?;
     let planned = moves(&site, VmRequest::PlanDiskMoves { places })?;
     let [disk] = &planned.disks[..] else {
         bail!("{planned:?}");
@@ -324,8 +293,8 @@ fn a_move_is_planned_without_a_change_keeps_its_cap_and_stays_listed_after_its_e
     ensure!(moves(&site, VmRequest::DiskMoves)?.disks.is_empty());
 
     // Some 48 MiB, of which so many MiB go in a second.
-    begin_capped(&site, &fast, Some(100))?;
-    let moved = ended(&site)?;
+    begin_move(&site, &fast, Some(100))?;
+    let moved = move_ended(&site)?;
     let taken = moved.seconds.context("no time")?;
     println!("  {} MiB in {taken:.1} s", moved.total_bytes >> 20);
     ensure!(
@@ -340,7 +309,7 @@ fn a_move_is_planned_without_a_change_keeps_its_cap_and_stays_listed_after_its_e
 
     std::fs::write(&first, "somebody's")?;
     begin(&site, &first)?;
-    let failed = ended(&site)?;
+    let failed = move_ended(&site)?;
     let listed = |site: &Site| moves(site, VmRequest::DiskMoves).map(|moves| moves.past);
     let past = listed(&site)?;
     ensure!(past == [failed, moved], "{past:?}");

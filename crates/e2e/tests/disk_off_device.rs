@@ -2,13 +2,14 @@
 
 mod disk_site;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{BYTES, LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, own};
+use anyhow::{Context as _, Result, ensure};
+use disk_site::{
+    BYTES, LONG, LOOK_EVERY, Site, begin_move, dies_at, does_at, has_died, is_described,
+    move_ended, own,
+};
 use godwit_blockio::{Access, Image};
-use godwit_e2e::Host;
 use godwit_e2e::pair::{Options, Pair};
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskPlace};
-use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::disk_move::DiskMoveState;
 use godwit_types::vm::Accelerator;
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -101,47 +102,6 @@ impl Drop for Device {
     }
 }
 
-fn begin(site: &Site, to: &Path) -> Result<()> {
-    let places = vec![DiskPlace {
-        disk: "root".into(),
-        path: to.to_str().context("a path")?.into(),
-        shared: false,
-        max_bandwidth_mbit_per_s: None,
-    }];
-    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
-        VmAnswer::DiskMoves(moves) if moves.are_under_way() => Ok(()),
-        other => bail!("{other:?}"),
-    }
-}
-
-fn ended(site: &Site) -> Result<DiskMove> {
-    let deadline = Instant::now() + LONG;
-    loop {
-        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
-            bail!("no moves");
-        };
-        if !moves.are_under_way() {
-            return moves.disks.into_iter().next().context("no disk was moved");
-        }
-        ensure!(Instant::now() < deadline, "{moves:?}");
-        std::thread::sleep(LOOK_EVERY);
-    }
-}
-
-/// Waits until the VM's description says that its disk is there.
-fn is_described(host: &Host, path: &Path) -> Result<()> {
-    let deadline = Instant::now() + LONG;
-    let described = || -> Option<String> {
-        let vm = host.vm().ok()?;
-        Some(vm.spec.disks.first()?.path.clone())
-    };
-    while described().as_deref() != path.to_str() {
-        ensure!(Instant::now() < deadline, "it is {:?}", described());
-        std::thread::sleep(LOOK_EVERY);
-    }
-    Ok(())
-}
-
 #[test]
 fn a_disk_leaves_a_device_of_its_host_which_stays_as_it_was_at_the_change() -> Result<()> {
     let Some(device) = Device::new()? else {
@@ -150,13 +110,14 @@ fn a_disk_leaves_a_device_of_its_host_which_stays_as_it_was_at_the_change() -> R
     let mut site = device.site()?;
     let (former, new) = (site.path.clone(), site.path.with_file_name("new.raw"));
     does_at(&site.pair.a, "disk-move.switched", "hold")?;
-    begin(&site, &new)?;
+    let begun = begin_move(&site, &new, None)?;
+    ensure!(begun.are_under_way(), "{begun:?}");
     site.pair.a.wait_fault(LONG)?;
     // The guest writes to the new image alone by now.
     let at_the_change = device.bytes()?;
     site.goes_on(&site.pair.a, 20)?;
     site.pair.a.release()?;
-    let moved = ended(&site)?;
+    let moved = move_ended(&site)?;
     ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
     ensure!(
         moved.total_bytes == BYTES,
@@ -192,7 +153,7 @@ fn a_process_that_dies_while_a_disk_leaves_a_device_leaves_the_right_disk() -> R
         let mut site = device.site()?;
         let new = site.path.with_file_name("new.raw");
         dies_at(&site.pair.a, point)?;
-        begin(&site, &new)?;
+        begin_move(&site, &new, None)?;
         has_died(&site.pair.a).with_context(|| point.to_owned())?;
         if is_moved {
             site.path.clone_from(&new);

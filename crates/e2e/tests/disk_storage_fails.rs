@@ -3,12 +3,12 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, LONG, LOOK_EVERY, Site, progress};
+use disk_site::{Answering, LONG, LOOK_EVERY, Site, begin_move, progress};
 use godwit_e2e::host::kill_qemus_on;
 use godwit_e2e::obedient::{Deed, order};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::testvol::{self, Settings, Volume};
-use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskPlace};
+use godwit_types::disk_move::{DiskMove, DiskMoveState};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::Outcome;
 use godwit_types::vm::Accelerator;
@@ -216,20 +216,6 @@ fn a_migration_whose_destination_s_storage_is_full_ends_and_its_guest_goes_on() 
     a_migration_ends(Fault::IsFull, "No space left")
 }
 
-fn begin(site: &Site, to: &Path, cap: Option<u64>) -> Result<()> {
-    let place = DiskPlace {
-        disk: "root".into(),
-        path: to.to_str().context("a path")?.into(),
-        shared: false,
-        max_bandwidth_mbit_per_s: cap,
-    };
-    let places = vec![place];
-    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
-        VmAnswer::DiskMoves(_) => Ok(()),
-        other => bail!("{other:?}"),
-    }
-}
-
 /// Waits until the move is as it should be.
 fn until(site: &Site, is_so: impl Fn(&DiskMove) -> bool) -> Result<DiskMove> {
     let deadline = Instant::now() + LONG;
@@ -252,7 +238,7 @@ fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
         let to: PathBuf = fragile.volume.at().join("root.raw");
         let site = &fragile.site;
         let a = &site.pair.a;
-        begin(site, &to, Some(80))?;
+        begin_move(site, &to, Some(80))?;
         until(site, |disk| {
             disk.left_bytes > 0 && disk.left_bytes + (4 << 20) < disk.total_bytes
         })?;
@@ -264,7 +250,7 @@ fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
         println!("  {reason}");
         ensure!(reason.contains(why), "{reason}");
         fragile.has_harmed_nobody(fault, watched, answering)?;
-        begin(site, &to, None)?;
+        begin_move(site, &to, None)?;
         let moved = until(site, |disk| !disk.is_under_way())?;
         ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
         fragile.site.path = to;

@@ -1,13 +1,14 @@
 //! Two hosts and a guest that boots from a disk, whose every round it writes there, beside much that it only reads.
 #![allow(dead_code)]
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use godwit_e2e::Host;
 use godwit_e2e::guests::{disk, vm_with_disk};
 use godwit_e2e::obedient;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use godwit_types::MigrationId;
+use godwit_types::disk_move::{DiskMove, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome};
 use godwit_types::vm::Accelerator;
@@ -132,7 +133,7 @@ impl Site {
     pub fn is_whole(&self, host: &Host) -> Result<()> {
         match host.ask(&VmRequest::Pause)? {
             VmAnswer::Done(_) => {}
-            other => anyhow::bail!("{other:?}"),
+            other => bail!("{other:?}"),
         }
         self.has_all(host, progress(host)?.round)?;
         host.ask(&VmRequest::Resume)?;
@@ -219,6 +220,54 @@ impl Site {
         }
         Ok(())
     }
+}
+
+/// The first disk is to come here.
+pub fn places(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<DiskPlace>> {
+    Ok(vec![DiskPlace {
+        disk: "root".into(),
+        path: to.to_str().context("a path")?.into(),
+        shared: false,
+        max_bandwidth_mbit_per_s,
+    }])
+}
+
+/// Lets the first disk of host `a` begin to move on its host.
+pub fn begin_move(site: &Site, to: &Path, cap: Option<u64>) -> Result<DiskMoves> {
+    let places = places(to, cap)?;
+    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
+        VmAnswer::DiskMoves(moves) => Ok(moves),
+        other => bail!("{other:?}"),
+    }
+}
+
+/// Waits until that move is over.
+pub fn move_ended(site: &Site) -> Result<DiskMove> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
+            bail!("no moves");
+        };
+        if !moves.are_under_way() {
+            return moves.disks.into_iter().next().context("no disk was moved");
+        }
+        ensure!(Instant::now() < deadline, "{moves:?}");
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// Waits until the VM's description says that its first disk is there.
+pub fn is_described(host: &Host, path: &Path) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    let described = || -> Option<String> {
+        let vm = host.vm().ok()?;
+        Some(vm.spec.disks.first()?.path.clone())
+    };
+    while described().as_deref() != path.to_str() {
+        ensure!(Instant::now() < deadline, "it is {:?}", described());
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
 }
 
 /// What the guest does not write of its first disk, its second one and so on.
