@@ -6,10 +6,11 @@
 #   qemu   only what runs a real QEMU: component tests and end-to-end cases
 #   all    both (the default)
 #
-# SEEDS (10000) is the number of simulator seeds, FUZZ_RUNS (1000000) the number of fuzzed inputs.
-# The whole output of each step is in target/test/. A test that prints "skipped: why" counts as
-# skipped, not as passed, and is listed at the end. The last line is the count of all tests, fuzz
-# targets and end-to-end cases: "N passed, M failed, K skipped". One profile, release, throughout.
+# SEEDS (10000) is the number of simulator seeds, FUZZ_RUNS (1000000) that of fuzzed inputs: so many
+# for each disk decoder, and for all others together. The whole output of each step is in
+# target/test/. A test that prints "skipped: why" counts as skipped, not as passed, and is listed at
+# the end. The last line is the count of all tests, fuzz targets and end-to-end cases: "N passed, M
+# failed, K skipped". One profile, release, throughout.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

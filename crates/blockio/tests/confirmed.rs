@@ -6,11 +6,13 @@ mod common;
 use common::{request_of, volume, write_of};
 use godwit_blockio::filters::{Change, Course, Fault, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Bell, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work,
+    Access, Arriving, Bell, Buffer, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work,
     switch_over,
 };
+use rustix::fs::inotify;
+use rustix::io::Errno;
 use std::ops::Range;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -244,6 +246,48 @@ fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_e
     assert_eq!(site.finished(), [0; 0]);
 }
 
+/// Whether anybody has read this file since the watch began, or was asked last.
+fn was_read(watch: &OwnedFd) -> bool {
+    match rustix::io::read(watch, &mut [0; 512]) {
+        Ok(_) => true,
+        Err(Errno::AGAIN) => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn what_is_read_while_a_disk_is_mirrored_comes_from_the_source_and_the_destination_is_not_asked() {
+    let (from, to) = (volume(BYTES), volume(BYTES));
+    std::fs::write(&from.path, vec![7; BYTES as usize]).unwrap();
+    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+    let course = Course::default();
+    let second = SecondImage::of(&open(&to.path), None, &course).unwrap();
+    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+    let engine = Engine::new(open(&from.path)).unwrap();
+    let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+    course.begin(None);
+    let began = Instant::now();
+    while !course.is_synchronised() || second.under_way_bytes() > 0 {
+        assert!(began.elapsed() < LONG, "they are never equal");
+        common::turn_mirrored(&mut stack, &course);
+    }
+    assert!(common::read_all(&to) == vec![7; BYTES as usize]);
+    std::fs::write(&to.path, vec![9; BYTES as usize]).unwrap();
+    let watch = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+    inotify::add_watch(&watch, &to.path, inotify::WatchFlags::ACCESS).unwrap();
+    let data = Data::Own(Buffer::zeroed(BYTES as usize));
+    let read = request_of(Work::Read(0..BYTES), data, 1);
+    let (read, outcome) = common::run(&mut stack, vec![read]).remove(0);
+    let (Data::Own(seen), Outcome::Done) = (read.data, outcome) else {
+        panic!("{outcome:?}");
+    };
+    assert!(seen.bytes().iter().all(|byte| *byte == 7));
+    assert!(!was_read(&watch));
+    assert!(course.is_synchronised(), "it is mirrored all the while");
+    common::read_all(&to);
+    assert!(was_read(&watch), "whoever reads it is seen");
+}
+
 /// Two images of one host, and a guest that writes all the while.
 #[test]
 fn a_bound_image_has_all_that_is_answered() {
@@ -364,7 +408,7 @@ fn a_bound_image_has_all_that_is_answered_also_after_a_write_has_failed_at_the_f
     while_bound(&mut Site::equal(), |site, go| {
         // Nothing is copied again meanwhile.
         site.stack.rest(true);
-        site.source.fail_writes(1, rustix::io::Errno::IO);
+        site.source.fail_writes(1, Errno::IO);
         site.stack
             .submit(write_of(0, 4096, 7, FAILS), Instant::now());
         site.finished();

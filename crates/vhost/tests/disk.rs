@@ -2,12 +2,17 @@
 
 mod common;
 
-use common::{GUEST, Gate, Site, into, out, pair, places, wait_until};
+use common::{GUEST, Gate, LONG, Site, into, out, pair, places, until, wait_until};
 use godwit_blockio::filters::{Fault, Limits, Throttle};
+use godwit_blockio::{Filter, Outcome, Request};
+use godwit_guestmem::{PageSet, RamFile};
 use godwit_vhost::Error;
 use godwit_vhost::block::Geometry;
 use rustix::io::Errno;
-use std::time::Duration;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -143,6 +148,45 @@ fn an_error_of_the_image_reaches_the_guest_and_the_disk_goes_on() {
         assert_eq!(site.status(number), expected);
     }
     assert_eq!((site.content()[0], site.content()[512]), (0, 9));
+}
+
+#[test]
+fn what_the_image_has_carried_out_is_answered_once_and_not_before_a_filter_lets_it_go() {
+    let (site, gate) = (Site::new(MIB), Gate::default());
+    std::fs::write(&site.image, vec![200; MIB as usize]).unwrap();
+    let disk = site.disk(gate.of_outcomes());
+    let mut guest = site.guest();
+    let mut heads = [Vec::new(), Vec::new()];
+    for number in 0..16 {
+        let parts = match number % 4 {
+            0 => site.read_of(number, 8 * number, 512),
+            1 => site.request(number, 4, 0, None),
+            _ => site.write_of(number, 8 * number, number as u8, 512),
+        };
+        let queue = (number / 4 % 2) as usize;
+        heads[queue].push(u32::from(guest.submit(queue, &parts)));
+    }
+    until(|| gate.untold() == 16);
+    assert_eq!(disk.status().unwrap().under_way, 16);
+    let content = site.content();
+    for number in 0..16 {
+        match number % 4 {
+            0 => assert_eq!(site.data(number, 512), [200; 512]),
+            1 => {}
+            _ => assert_eq!(content[4096 * number as usize], number as u8),
+        }
+        assert_eq!(site.status(number), 77, "{number}");
+    }
+    assert_eq!([guest.answered(0), guest.answered(1)], [None, None]);
+    gate.set_open(true);
+    for (queue, heads) in heads.iter().enumerate() {
+        let answered = heads.iter().map(|_| guest.wait(queue).0);
+        let answered: BTreeSet<u32> = answered.collect();
+        assert_eq!(answered, heads.iter().copied().collect());
+    }
+    wait_until(&disk, |status| status.under_way == 0);
+    assert_eq!([guest.answered(0), guest.answered(1)], [None, None]);
+    assert!((0..16).all(|number| site.status(number) == 0));
 }
 
 #[test]
@@ -293,7 +337,7 @@ fn a_successor_with_a_larger_image_tells_its_guest_once() {
     assert_eq!(heard, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
 }
 
-fn limited(requests: u64, bytes: u64) -> Vec<Box<dyn godwit_blockio::Filter>> {
+fn limited(requests: u64, bytes: u64) -> Vec<Box<dyn Filter>> {
     vec![Box::new(Throttle::new(Limits { requests, bytes }))]
 }
 
@@ -412,16 +456,33 @@ fn what_cannot_be_a_disk_is_refused_before_anybody_connects() {
     assert!(site.try_disk(good, Vec::new()).is_ok());
 }
 
+/// Tells which pages are marked when an outcome comes up to it: nobody has told the guest of that request then.
+struct MarkedBefore(Arc<RamFile>, Sender<PageSet>);
+
+impl Filter for MarkedBefore {
+    fn passes_down(&mut self, _request: &Request, _now: Instant) -> bool {
+        true
+    }
+
+    fn passes_up(&mut self, _request: &Request, _outcome: Outcome, _now: Instant) -> bool {
+        let _ = self.1.send(self.0.device_writes()); // a test that has failed hears nothing
+        true
+    }
+}
+
 /// A migration would leave behind what it was not told of. Each thing that a disk writes is alone on its page here.
 #[test]
 fn a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else() {
     let site = Site::new(MIB);
-    let _disk = site.disk(Vec::new());
+    let (tell, told) = channel();
+    let filter = MarkedBefore(Arc::clone(&site.ram), tell);
+    let _disk = site.disk(vec![Box::new(filter)]);
     let mut guest = site.front_end();
     // Else a disk writes beside its used ring when it wants to hear of the next request.
     guest.negotiate(1 << 29);
     guest.start();
-    let marked = |at: u64| site.ram.device_writes().contains((at - GUEST) / 4096);
+    let is_in = |pages: &PageSet, at: u64| pages.contains((at - GUEST) / 4096);
+    let marked = |at: u64| is_in(&site.ram.device_writes(), at);
     let used = guest.used_ring(0);
     assert!(!marked(used), "nothing was answered");
     for (number, reads) in [(1, true), (2, false)] {
@@ -436,5 +497,13 @@ fn a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_noth
         assert_eq!(data, [reads; 2], "what it read from the image");
         assert!(marked(at.status) && marked(used));
         assert!(!marked(at.data + 8192), "the page after it");
+        let before = told.recv_timeout(LONG).unwrap();
+        let data = [at.data, at.data + 4096].map(|at| is_in(&before, at));
+        assert_eq!(data, [reads; 2], "before the guest was told");
+        assert!(!is_in(&before, at.status), "it was told already");
     }
+    let at = places(3);
+    guest.submit(0, &site.request(3, 8, 0, Some(into(at.data, 20))));
+    guest.wait(0);
+    assert!(marked(at.data), "its serial number");
 }

@@ -35,3 +35,38 @@ impl Filter for Delay {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::filters::keeps::Keeps;
+    use crate::{Data, Outcome, Stack, Work};
+
+    #[test]
+    fn each_request_goes_on_after_its_delay_and_its_outcome_comes_back_at_once() {
+        let delay = Delay::new(Duration::from_millis(5));
+        let mut stack = Stack::new(vec![Box::new(delay)], Keeps::default());
+        let began = Instant::now();
+        let after = |ms| began + Duration::from_millis(ms);
+        for (token, now) in [(1, began), (2, after(2))] {
+            stack.submit(Request::new(Work::Flush, Data::None, token, now), now);
+        }
+        let tokens = |stack: &Stack<Keeps>| -> Vec<u64> {
+            let kept = stack.bottom.0.iter();
+            kept.map(|request| request.token).collect()
+        };
+        for (ms, there, next) in [
+            (4, &[][..], Some(after(5))),
+            (5, &[1], Some(after(7))),
+            (6, &[1], Some(after(7))),
+            (7, &[1, 2], None),
+        ] {
+            stack.wake(after(ms));
+            assert_eq!((&*tokens(&stack), stack.wake_at()), (there, next), "{ms}");
+        }
+        let request = stack.bottom.0.remove(0);
+        stack.completed(request, Outcome::Done, after(8));
+        let (request, outcome) = stack.finished().unwrap();
+        assert_eq!((request.token, outcome), (1, Outcome::Done));
+    }
+}

@@ -58,3 +58,42 @@ impl Filter for Fault {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::filters::keeps::Keeps;
+    use crate::{Data, Stack};
+    use std::time::Instant;
+
+    #[test]
+    fn so_many_writes_fail_or_those_to_one_place_and_nothing_of_them_goes_further() {
+        let faults = Fault::default();
+        let mut stack = Stack::new(vec![Box::new(faults.clone())], Keeps::default());
+        let now = Instant::now();
+        // What came of it at once, if it did not go on.
+        let mut submit = |work| {
+            stack.submit(Request::new(work, Data::None, 0, now), now);
+            let outcome = stack.finished().map(|(_, outcome)| outcome);
+            assert_eq!(stack.bottom.0.pop().is_none(), outcome.is_some());
+            outcome
+        };
+        let (first, second) = (Work::Write(0..512), Work::Write(4096..4608));
+        let failed = |error| Some(Outcome::Failed(error));
+        faults.fail_writes(2, Errno::IO);
+        assert_eq!(submit(Work::Read(0..512)), None);
+        assert_eq!(submit(first.clone()), failed(Errno::IO));
+        assert_eq!(submit(Work::Flush), None);
+        assert_eq!(submit(second.clone()), failed(Errno::IO));
+        assert_eq!(submit(second.clone()), None);
+        faults.fail_writes(1, Errno::NOSPC);
+        faults.fail_only_at(4096);
+        assert_eq!(submit(first.clone()), None);
+        assert_eq!(submit(second.clone()), failed(Errno::NOSPC));
+        assert_eq!(submit(second), None);
+        // This ends it, for all places.
+        faults.fail_writes(1, Errno::IO);
+        faults.fail_writes(0, Errno::IO);
+        assert_eq!(submit(first), None);
+    }
+}

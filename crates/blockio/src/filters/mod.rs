@@ -6,6 +6,8 @@ mod content;
 mod course;
 mod delay;
 mod fault;
+#[cfg(test)]
+mod keeps;
 mod mirroring;
 mod outlet;
 mod pace;

@@ -102,6 +102,7 @@ impl Filter for Statistics {
 mod tests {
     use super::*;
     use crate::filters::Fault;
+    use crate::filters::keeps::Keeps;
     use crate::{Data, Stack};
     use rustix::io::Errno;
     use std::time::Duration;
@@ -181,16 +182,6 @@ mod tests {
                 told.map(|counter| counter.load(Ordering::Relaxed)),
                 expected
             );
-        }
-    }
-
-    #[derive(Default)]
-    struct Keeps(Vec<Request>);
-
-    impl crate::Bottom for Keeps {
-        fn start(&mut self, request: Request) -> Option<(Request, Outcome)> {
-            self.0.push(request);
-            None
         }
     }
 }

@@ -244,15 +244,30 @@ fn a_destination_that_carries_nothing_out_takes_no_more_than_fits_and_is_silent_
     // Nobody reads its other end.
     let (source, _unread) = connected(0, 1);
     bench.attach(source, FAR);
+    let len = 1 << 20;
+    let change = filled(len as usize, 1);
     while bench.outlet.takes(Origin::Guest) {
-        bench.give();
+        bench.outlet.give(Origin::Guest, 0..len, change.clone());
     }
     let full = bench.changes.under_way_bytes();
     assert!(full >= UNDER_WAY_MAX || bench.outlet.is_silent());
+    assert!(full <= UNDER_WAY_MAX + len, "{full} bytes");
     while !bench.outlet.is_silent() {
         std::thread::yield_now();
     }
     assert!(!bench.outlet.takes(Origin::Copy));
+}
+
+#[test]
+fn a_write_may_wait_for_four_round_trips_and_for_half_a_second_at_least() {
+    for (rtt_us, patience_ms) in [(200_000, 800), (200, 500)] {
+        let bench = Bench::new();
+        let (source, _unread) = connected(0, 1);
+        let rtt = Duration::from_micros(rtt_us);
+        bench.attach(source, Link { rtt, ..FAR });
+        let patience = Duration::from_millis(patience_ms);
+        assert_eq!(bench.outlet.patience(), patience, "{rtt:?}");
+    }
 }
 
 #[test]
