@@ -264,4 +264,4 @@ impl Agent {
 
 #[cfg(test)]
 #[path = "datastores_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -6,8 +6,10 @@
 mod mortal;
 
 use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::Host;
 use godwit_e2e::deaths::Deaths;
 use mortal::{Between, Chance, LONG, Mortal, Power, apart, is_unknown};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A move takes about so long.
@@ -103,21 +105,26 @@ fn a_kill_in_a_move_between_hosts_loses_no_acknowledged_write() -> Result<()> {
     deaths(Between::Hosts, Death::Process, 8)
 }
 
+/// The host's VM process is one that comes no further than this point.
+fn stops_at(host: &Host, point: &'static str) -> Result<()> {
+    let starts = host.starts();
+    host.arm(point, "hold");
+    host.signal_kill()?;
+    let until = Instant::now() + LONG;
+    while host.starts() == starts || host.vm().is_err_and(|error| !is_unknown(&error)) {
+        ensure!(Instant::now() < until, "it has no successor");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
 /// It has said that it is ready, and nothing that the guest does there has made anything durable.
 #[test]
 fn a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk() -> Result<()> {
     apart(|mounts| {
         let mut mortal = Mortal::new(Between::Hosts, mounts)?;
         let (at, path) = mortal.judge()?;
-        let to = &mortal.pair.b;
-        let starts = to.starts();
-        to.arm("journal.holds.after", "hold");
-        to.signal_kill()?;
-        let until = Instant::now() + LONG;
-        while to.starts() == starts || to.vm().is_err_and(|error| !is_unknown(&error)) {
-            ensure!(Instant::now() < until, "it has no successor");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        stops_at(&mortal.pair.b, "journal.holds.after")?;
         mortal.crawl();
         drop(mortal.begin_move(&at, &path)?);
         mortal.pair.b.wait_fault(LONG)?;
@@ -126,4 +133,33 @@ fn a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk() ->
         ensure!(now.owner.name == mortal.pair.b.name, "it is not there");
         Ok(())
     })
+}
+
+/// The disk changes hands, and power fails after the gift: that of the source before the permit is on its way, and that of both hosts
+/// and their storage before the guest runs at the destination.
+#[test]
+fn a_power_cut_after_the_gift_of_a_shared_disk_loses_no_acknowledged_write() -> Result<()> {
+    for (point, power) in [
+        ("journal.gave.after", Power::OfA),
+        ("journal.holds.after", Power::OfBoth),
+    ] {
+        apart(|mounts| {
+            let mut mortal = Mortal::new(Between::HostsThatShare, mounts)?;
+            let (at, path) = mortal.judge()?;
+            let victim = match power {
+                Power::OfA => Arc::clone(&mortal.pair.a),
+                _ => Arc::clone(&mortal.pair.b),
+            };
+            stops_at(&victim, point)?;
+            mortal.guest_goes_on()?;
+            drop(mortal.begin_move(&at, &path)?);
+            victim.wait_fault(LONG)?;
+            mortal.cut(power, None)?;
+            let (now, there) = mortal.judge()?;
+            ensure!(there == path && now.owner.name == mortal.pair.b.name);
+            Ok(())
+        })
+        .context(point)?;
+    }
+    Ok(())
 }

@@ -2,23 +2,19 @@
 
 mod booted;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use booted::{LONG, LOOK_EVERY, Site, versions};
+use anyhow::{Context as _, Result, ensure};
+use booted::{LONG, LOOK_EVERY, Site, under_way, versions};
 use godwit_e2e::guests::{disk, vm_with_disk};
 use godwit_testkit::testvol;
-use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::host_api::VmRequest;
 use godwit_types::vm::{DiskSpec, VmState};
 use serde_json::json;
 use std::fs::Permissions;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// Bytes of QEMU's in-flight area for each queue, and which of its words is how many entries it has.
-const AREA: usize = (16 + 16 * 1024_usize).next_multiple_of(64);
-const ENTRIES_AT: usize = 10;
 
 /// What QEMU knows of the disk while nobody serves it.
 #[derive(Debug)]
@@ -46,34 +42,6 @@ fn killed(site: &Site) -> Result<Dead> {
     let ring = told["vring-num"].as_u64().context("no size of a ring")?;
     site.pair.supervised.store(true, Ordering::SeqCst);
     Ok(Dead { under_way, ring })
-}
-
-/// Counts what is under way in the area that QEMU keeps for the next who serves the disk.
-fn under_way(qemu: i32) -> Result<usize> {
-    let descriptors = std::fs::read_dir(format!("/proc/{qemu}/fd"))?;
-    let paths = descriptors.flatten().map(|entry| entry.path());
-    let is_area = |path: &PathBuf| {
-        let name = std::fs::read_link(path).unwrap_or_default();
-        name.to_string_lossy().contains("godwit-inflight")
-    };
-    let area = paths
-        .into_iter()
-        .find(is_area)
-        .context("QEMU has no area")?;
-    let area = std::fs::read(area)?;
-    let queues = area.chunks_exact(AREA);
-    ensure!(
-        !area.is_empty() && queues.remainder().is_empty(),
-        "it has {} bytes",
-        area.len()
-    );
-    let mut count = 0;
-    for queue in queues {
-        ensure!(queue[ENTRIES_AT..ENTRIES_AT + 2] == 1024_u16.to_le_bytes());
-        let entries = queue[16..].chunks_exact(16).take(1024);
-        count += entries.filter(|entry| entry[0] != 0).count();
-    }
-    Ok(count)
 }
 
 fn is_taken_over(site: &Site, before: Option<i32>) -> Result<()> {
@@ -118,13 +86,6 @@ fn a_vm_process_under_qemu_10_is_killed_ten_times_and_its_guest_loses_no_write()
     }
 }
 
-fn console(site: &Site) -> Result<String> {
-    match site.pair.a.ask(&VmRequest::Console)? {
-        VmAnswer::Console(text) => Ok(text),
-        other => bail!("{other:?}"),
-    }
-}
-
 /// Each of the guest's threads waits for its own request, and all of them have to come to their end.
 fn linux_loses_no_request(version: &str, usr: Option<&Path>, ring: u64) -> Result<()> {
     const LOAD: (u32, u32) = (32, 30);
@@ -141,36 +102,16 @@ fn linux_loses_no_request(version: &str, usr: Option<&Path>, ring: u64) -> Resul
 
 /// Gives how many requests each kill met.
 fn linux_is_killed(site: &Site, ring: u64) -> Result<Vec<usize>> {
-    // A successor counts from 0, once it serves the disk.
-    let done = || -> Result<u64> {
-        let disk = site.pair.a.vm()?.disks.pop();
-        Ok(disk.map_or(0, |disk| disk.writes.requests))
-    };
-    let works = || -> Result<()> {
-        let (from, deadline) = (done()?, Instant::now() + LONG);
-        while done()? < from + 100 {
-            ensure!(Instant::now() < deadline, "{}", console(site)?);
-            std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(())
-    };
     let mut met = Vec::new();
     for _ in 0..10 {
-        works()?;
+        site.linux_writes(100)?;
         let pid = site.pair.a.vm()?.vm_process_pid;
         let dead = killed(site)?;
         ensure!(dead.ring == ring, "{dead:?}");
         met.push(dead.under_way);
         is_taken_over(site, pid)?;
     }
-    // It powers itself off once every thread has come to its end.
-    let (mut said, deadline) = (String::new(), Instant::now() + LONG);
-    while !said.contains("disk-load: ") && site.pair.a.state()? != VmState::Stopped {
-        ensure!(Instant::now() < deadline, "a request is lost: {said}");
-        std::thread::sleep(LOOK_EVERY);
-        said = console(site).unwrap_or(said);
-    }
-    ensure!(!said.contains("disk-load: failed"), "{said}");
+    site.linux_ends()?;
     Ok(met)
 }
 

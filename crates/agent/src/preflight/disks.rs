@@ -233,9 +233,11 @@ fn has_place(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_types::DatastoreName;
+    use crate::datastores::tests::{has_own_mounts, while_read_only};
     use godwit_types::datastore::Datastore;
     use godwit_types::vm::DISK_GIB_MAX;
+    use godwit_types::{DatastoreName, VmName};
+    use std::ffi::OsStr;
 
     #[test]
     fn a_disk_whose_host_says_any_size_is_refused_before_it_is_made() {
@@ -264,27 +266,83 @@ mod tests {
 
     #[test]
     fn a_datastore_that_is_mounted_for_reading_only_is_refused_by_its_name() {
-        let found = statvfs("/sys").unwrap();
-        if !found.f_flag.contains(StatVfsMountFlags::RDONLY) {
-            println!("skipped: /sys is mounted for writing here");
+        if !has_own_mounts(
+            "preflight::disks::tests::a_datastore_that_is_mounted_for_reading_only_is_refused_by_its_name",
+        ) {
             return;
         }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_str().unwrap();
         let host = HostName::new("b").unwrap();
         let store = DatastoreName::new("fast").unwrap();
-        let stores = Datastores::from([(store, Datastore::new("/sys", false))]);
+        let stores = Datastores::from([(store, Datastore::new(path, false))]);
         let sizes = [DiskToMove {
             name: "root".into(),
             bytes: 1 << 30,
             used_bytes: 0,
         }];
-        let disk = DiskSpec::new("root", "/sys/web-root.raw");
-        let refused = has_place((&host, &stores), &disk, &sizes, &mut Promised::default());
-        let refused = format!("{:?}", refused.unwrap_err());
-        let told = [
-            "'fast' is mounted for reading only: /sys",
-            "remount,rw $(findmnt -no TARGET -T /sys)",
-        ];
-        assert!(told.iter().all(|told| refused.contains(told)), "{refused}");
+        let disk = DiskSpec::new("root", format!("{path}/web-root.raw"));
+        let found = || has_place((&host, &stores), &disk, &sizes, &mut Promised::default());
+        while_read_only(directory.path(), || {
+            let refused = format!("{:?}", found().unwrap_err());
+            let told = [
+                format!("'fast' is mounted for reading only: {path}"),
+                format!("remount,rw $(findmnt -no TARGET -T {path})"),
+            ];
+            assert!(told.iter().all(|told| refused.contains(told)), "{refused}");
+        });
+        found().unwrap();
+    }
+
+    /// What is found of a disk that is to come to a file system on a device with blocks of so many bytes, where this host can make one.
+    fn found_on_blocks_of(bytes: &str) -> Option<Finding> {
+        let (below, place) = (
+            tempfile::tempdir_in("/var/tmp").unwrap(),
+            tempfile::tempdir().unwrap(),
+        );
+        let file = below.path().join("device");
+        let made = std::fs::File::create(&file).and_then(|made| made.set_len(512 << 20));
+        made.unwrap();
+        let words = ["--find", "--show", "--sector-size", bytes].map(OsStr::new);
+        let device = said("losetup", &[&words[..], &[file.as_os_str()]].concat())?;
+        let (device, place) = (OsStr::new(&device), place.path());
+        let is_mounted = || {
+            said("mkfs.ext4", &["-q".as_ref(), "-F".as_ref(), device])?;
+            said("mount", &[device, place.as_os_str()])
+        };
+        let config = "name = \"b\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nqemu_user = \"nobody\"\n";
+        let config = HostConfig::parse(config, Path::new("t")).unwrap();
+        let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
+        let path = place.join("web-root.raw");
+        let disk = DiskSpec::new("root", path.to_str().unwrap());
+        let sizes = [DiskToMove {
+            name: disk.name.clone(),
+            bytes: 8 << 20,
+            used_bytes: 0,
+        }];
+        spec.disks.push(disk);
+        let found = is_mounted().map(|_| {
+            said("chmod", &["777".as_ref(), place.as_os_str()]);
+            let found = places(&config, &spec, &sizes).pop();
+            said("umount", &[place.as_os_str()]);
+            found.unwrap()
+        });
+        said("losetup", &["-d".as_ref(), device]);
+        found
+    }
+
+    #[test]
+    fn a_disk_does_not_come_to_storage_with_larger_blocks_than_its_own() {
+        let found = ["512", "4096"].map(found_on_blocks_of);
+        let [Some(same), Some(larger)] = found else {
+            return println!("skipped: no file system can be made on a device with such blocks");
+        };
+        same.unwrap();
+        let refused = larger.unwrap_err();
+        assert_eq!(refused.code, ErrorCode::Preflight);
+        let told = ["disk 'root'", "host 'b'", "larger blocks than 512 bytes"];
+        let message = &refused.message;
+        assert!(told.iter().all(|told| message.contains(told)), "{message}");
     }
 
     #[test]
@@ -339,7 +397,7 @@ mod tests {
     }
 
     /// What this command says, if it can do this here.
-    fn said(program: &str, words: &[&std::ffi::OsStr]) -> Option<String> {
+    fn said(program: &str, words: &[&OsStr]) -> Option<String> {
         let output = std::process::Command::new(program).args(words).output();
         let output = output.ok().filter(|output| output.status.success())?;
         Some(String::from_utf8(output.stdout).unwrap().trim().to_owned())

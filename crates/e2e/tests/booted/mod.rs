@@ -1,7 +1,7 @@
 //! A host whose VM has booted from its disk, and works with it.
 #![allow(dead_code)]
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use godwit_e2e::guests::vm_with_disk;
 use godwit_e2e::pair::Pair;
 use godwit_e2e::peers::qemu_10;
@@ -10,7 +10,7 @@ use godwit_testkit::guest::boot_disk::{self, Progress};
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
 use godwit_testkit::testvol::Volume;
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use std::fs::{File, Permissions};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
@@ -23,6 +23,12 @@ pub const LONG: Duration = Duration::from_secs(120);
 pub const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// How long slow storage takes for a request.
 const SLOW: Duration = Duration::from_millis(20);
+/// What Linux says on its console at the end of its load.
+pub const LOADED: &str = "disk-load: ";
+
+/// Bytes of QEMU's in-flight area for each queue, and which of its words is how many entries it has.
+const AREA: usize = (16 + 16 * 1024_usize).next_multiple_of(64);
+const ENTRIES_AT: usize = 10;
 
 /// A host whose VM has booted from its disk.
 pub struct Site {
@@ -187,4 +193,68 @@ impl Site {
         let client = Client::connect(&monitor, deadline)?;
         Ok(client.execute(command, arguments, deadline)?)
     }
+}
+
+impl Site {
+    pub fn console(&self) -> Result<String> {
+        match self.pair.a.ask(&VmRequest::Console)? {
+            VmAnswer::Console(text) => Ok(text),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Waits until so many writes more of Linux have ended.
+    pub fn linux_writes(&self, more: u64) -> Result<()> {
+        // A successor counts from 0, once it serves the disk.
+        let done = || -> Result<u64> {
+            let disk = self.pair.a.vm()?.disks.pop();
+            Ok(disk.map_or(0, |disk| disk.writes.requests))
+        };
+        let (from, deadline) = (done()?, Instant::now() + LONG);
+        while done()? < from + more {
+            ensure!(Instant::now() < deadline, "{}", self.console()?);
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    /// Waits until Linux powers itself off, once each of its threads has come to its end, which waits for its own request.
+    pub fn linux_ends(&self) -> Result<()> {
+        let (mut said, deadline) = (String::new(), Instant::now() + LONG);
+        while !said.contains(LOADED) && self.pair.a.state()? != VmState::Stopped {
+            ensure!(Instant::now() < deadline, "a request is lost: {said}");
+            std::thread::sleep(LOOK_EVERY);
+            said = self.console().unwrap_or(said);
+        }
+        ensure!(!said.contains("disk-load: failed"), "{said}");
+        Ok(())
+    }
+}
+
+/// Counts what is under way in the area that QEMU keeps for the next who serves the disk.
+pub fn under_way(qemu: i32) -> Result<usize> {
+    let descriptors = std::fs::read_dir(format!("/proc/{qemu}/fd"))?;
+    let paths = descriptors.flatten().map(|entry| entry.path());
+    let is_area = |path: &PathBuf| {
+        let name = std::fs::read_link(path).unwrap_or_default();
+        name.to_string_lossy().contains("godwit-inflight")
+    };
+    let area = paths
+        .into_iter()
+        .find(is_area)
+        .context("QEMU has no area")?;
+    let area = std::fs::read(area)?;
+    let queues = area.chunks_exact(AREA);
+    ensure!(
+        !area.is_empty() && queues.remainder().is_empty(),
+        "it has {} bytes",
+        area.len()
+    );
+    let mut count = 0;
+    for queue in queues {
+        ensure!(queue[ENTRIES_AT..ENTRIES_AT + 2] == 1024_u16.to_le_bytes());
+        let entries = queue[16..].chunks_exact(16).take(1024);
+        count += entries.filter(|entry| entry[0] != 0).count();
+    }
+    Ok(count)
 }

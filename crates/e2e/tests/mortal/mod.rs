@@ -59,6 +59,8 @@ pub enum Between {
     Volumes,
     /// The hosts, which share nothing.
     Hosts,
+    /// The hosts, which both have the image: it changes hands. Its storage has power for as long as `b` has.
+    HostsThatShare,
 }
 
 pub struct Mortal {
@@ -95,6 +97,11 @@ impl Mortal {
                 let pair = Pair::apart(Accelerator::Tcg, directory.path())?;
                 (pair, ["a", "b"].map(|name| vec![inside(name)]))
             }
+            Between::HostsThatShare => {
+                std::fs::create_dir(inside("images"))?;
+                let images = vec![inside("images")];
+                (Pair::new(Accelerator::Tcg)?, [Vec::new(), images])
+            }
         };
         let mut volumes = [Vec::new(), Vec::new()];
         for ((host, images), volumes) in [&pair.a, &pair.b].iter().zip(images).zip(&mut volumes) {
@@ -118,15 +125,18 @@ impl Mortal {
     fn begin(&mut self) -> Result<()> {
         let path = match self.between {
             Between::Volumes => self.place(0),
-            Between::Hosts => self.directory.path().join("images/root.raw"),
+            Between::Hosts | Between::HostsThatShare => {
+                self.directory.path().join("images/root.raw")
+            }
         };
+        let is_shared = self.between == Between::HostsThatShare;
         let image = own(&self.pair.a, &path);
         std::fs::write(&image, self.ledger.image()?)?;
         std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
         File::open(&image)?.sync_all()?;
         File::open(image.parent().context("a directory")?)?.sync_all()?;
         self.pair
-            .boot(&vm_with_disk(self.pair.dir(), &path, false)?)?;
+            .boot(&vm_with_disk(self.pair.dir(), &path, is_shared)?)?;
         self.set_pace(true);
         self.guest_goes_on()
     }
@@ -276,7 +286,7 @@ impl Mortal {
         Ok(())
     }
 
-    fn guest_goes_on(&mut self) -> Result<()> {
+    pub fn guest_goes_on(&mut self) -> Result<()> {
         let (from, until) = (self.ledger.last(), Instant::now() + LONG);
         while self.ledger.last() < from + 3 {
             ensure!(Instant::now() < until, "the guest stands still at {from}");
@@ -386,7 +396,7 @@ impl Mortal {
                     !moves.are_under_way() || moves.disks.iter().all(is_copied)
                 }))
             }
-            Between::Hosts => {
+            Between::Hosts | Between::HostsThatShare => {
                 let (from, to) = (Arc::clone(&from.owner), Arc::clone(&from.other));
                 let id = self.pair.begin(&from, &to, &Options::default())?;
                 Ok(Box::new(move || match from.report(&id) {
