@@ -329,6 +329,9 @@ impl Agent {
         let message = envelope.message;
         let known = self.supervisor.find(name);
         let mut asked = known.filter(|_| self.records.needs_process(name));
+        if asked.is_none() && self.is_asked_for_disks(name, &from, &message) {
+            asked = Some(self.supervised(name));
+        }
         if asked.is_none() {
             asked = self.living(name).await?;
         }

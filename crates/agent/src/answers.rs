@@ -3,10 +3,13 @@
 //! Part of [`Records`]. Refuses: what is no ownership message, one about a VM whose process is being started, and to
 //! begin a record at another host's word where there are [`PEERS_VMS_MAX`] already, or where the answer needs none.
 
+use crate::agent::Agent;
 use crate::life::phase_wants_process;
 use crate::records::{PEERS_VMS_MAX, Records, internal, or_absent, stored};
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Qemu, VmCore};
+use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use serde::Deserialize as _;
 
 impl Records {
     /// Answers another host's message about a VM that has no VM process here.
@@ -83,6 +86,26 @@ impl Records {
     }
 }
 
+impl Agent {
+    /// Whether the destination of a migration that went from here asks whether this host has the VM's disks. A VM process alone can tell.
+    pub(crate) fn is_asked_for_disks(
+        &self,
+        vm: &VmName,
+        from: &HostName,
+        message: &serde_json::Value,
+    ) -> bool {
+        let Ok(message) = PeerMessage::deserialize(message) else {
+            return false;
+        };
+        let PeerMessage::AskGift { migration, .. } = &message else {
+            return false;
+        };
+        let report = self.reports.read(vm, migration).ok().flatten();
+        let is_theirs = |report: MigrationReport| report.side == Side::Source && report.to == *from;
+        message.asks_for_disks() && report.is_some_and(is_theirs)
+    }
+}
+
 /// What an action sends to whoever asked.
 fn reply(action: Action, asker: &HostName) -> Option<PeerMessage> {
     match action {
@@ -94,8 +117,13 @@ fn reply(action: Action, asker: &HostName) -> Option<PeerMessage> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::tests::{Served, ended, host_name, said};
     use crate::records::VMS_MAX;
     use crate::test_support::{TestHost, vm};
+    use godwit_ownership::{Phase, Power};
+    use godwit_rpc::Role;
+    use godwit_store::save_json;
+    use godwit_types::host_api::REPORTS_DIR;
     use godwit_types::{Generation, MigrationId};
 
     fn about(web: &str, host: &TestHost, message: &PeerMessage) -> Result<Vec<String>, ApiError> {
@@ -187,5 +215,52 @@ mod tests {
         }
         let full = records.survey(&vm("last"), level).unwrap_err().message;
         assert!(full.contains(&VMS_MAX.to_string()), "{full}");
+    }
+
+    /// Its process alone knows the images, and ends by itself again.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_vm_that_is_off_or_gone_has_a_process_for_whoever_asks_for_its_disks() {
+        let migration = MigrationId::new("m").unwrap();
+        let ask = |question: &PeerMessage| said(serde_json::to_value(question).unwrap());
+        let for_disks = PeerMessage::ask_for_disks(migration.clone());
+        let for_gift = PeerMessage::AskGift {
+            migration: migration.clone(),
+            generation: Generation(1),
+        };
+        let moved = Phase::Moved {
+            generation: Generation(2),
+            migration: migration.clone(),
+            to: host_name("c"),
+        };
+        for is_off in [true, false] {
+            let served = Served::new().await;
+            match is_off {
+                true => served.host.hold("web", Power::Off),
+                false => served.host.record("web", Generation(1), moved.clone()),
+            }
+            served.agent.take_up().unwrap();
+            let peer = served.client(&Role::Host(host_name("b")));
+            let message = ask(&for_disks);
+            for message in [&ask(&for_gift), &message] {
+                let replies = peer.peer(&vm("web"), message).await.unwrap();
+                assert!(replies.iter().all(|reply| reply["echo"].is_null()));
+            }
+            let reports = served.host.config.vms_dir().join("web").join(REPORTS_DIR);
+            std::fs::create_dir_all(&reports).unwrap();
+            let mut report = ended(&migration);
+            report.to = host_name("b");
+            save_json(&reports.join("m.json"), &report).unwrap();
+            let replies = peer.peer(&vm("web"), &ask(&for_gift)).await.unwrap();
+            assert!(replies.iter().all(|reply| reply["echo"].is_null()));
+            let other = served.client(&Role::Host(host_name("d")));
+            let replies = other.peer(&vm("web"), &message).await.unwrap();
+            assert!(replies.iter().all(|reply| reply["echo"].is_null()));
+            let replies = peer.peer(&vm("web"), &message).await.unwrap();
+            assert_eq!(replies, [serde_json::json!({ "echo": message.message })]);
+            served.end("web");
+            // Of a VM that never was here no process tells anything.
+            let replies = peer.peer(&vm("none"), &message).await.unwrap();
+            assert!(replies.iter().all(|reply| reply["echo"].is_null()));
+        }
     }
 }

@@ -219,7 +219,7 @@ fn ask_holding(generation: u64) -> PeerEnvelope {
 }
 
 /// As a host of an earlier build says it.
-fn said(message: serde_json::Value) -> PeerEnvelope {
+pub(crate) fn said(message: serde_json::Value) -> PeerEnvelope {
     PeerEnvelope {
         message,
         life: None,
@@ -293,9 +293,20 @@ async fn a_vm_is_made_started_and_deleted() {
     controller.put_vm(&put("web", 1)).await.unwrap();
     // What its disks were would have a VM process begun for a VM that is gone, in the way of another one of its name.
     let disks = served.host.config.vms_dir().join("web/disks.json");
-    std::fs::write(&disks, "{}").unwrap();
+    let image = served.host.config.vms_dir().join("root.raw.arriving-m");
+    let path = served.host.config.vms_dir().join("root.raw");
+    let came = serde_json::json!({"arriving": {"migration": "m"}, "disks": [{"path": path}]});
+    std::fs::write(&disks, came.to_string()).unwrap();
+    assert!(served.host.records().what_came(&web).is_empty());
+    // One that came there with a migration is somebody's still: it is named, and stays.
+    std::fs::write(&image, "image").unwrap();
+    assert_eq!(
+        served.host.records().what_came(&web),
+        [image.to_str().unwrap()]
+    );
     controller.delete_vm(&web).await.unwrap();
     refused!(controller.vm(&web).await, UnknownVm);
+    assert!(image.exists());
     assert!(!disks.exists() && !served.host.records().needs_process(&web));
     controller.put_vm(&put("web", 2)).await.unwrap();
     controller.start(&web).await.unwrap();

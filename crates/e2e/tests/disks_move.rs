@@ -3,7 +3,7 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_site::{HOLE, LONG, LOOK_EVERY, Site, dies_at, has_died, own};
+use disk_site::{HOLE, LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, own};
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;
 use godwit_types::host_api::VmRequest;
@@ -93,6 +93,33 @@ fn a_cancelled_move_leaves_the_guest_where_it_was_and_nothing_of_its_disk_elsewh
     site.is_whole(a)?;
     site.pair.migrate(a, b, &Options::default())?;
     site.is_whole(b)
+}
+
+/// Its source ends the migration, and for now has not the image that its guest works with.
+#[test]
+fn what_came_of_a_disk_stays_until_its_source_has_the_image() -> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    does_at(a, "source.disks-copied", "hold")?;
+    let id = site.pair.begin(a, b, &Options::default())?;
+    a.wait_fault(LONG)?;
+    let image = own(a, &site.path);
+    let away = image.with_extension("away");
+    std::fs::rename(&image, &away)?;
+    a.signal_kill()?;
+    site.ends(&id, Outcome::Failed)?;
+    site.pair.wait_end(b, &id, LONG)?;
+    let waits = format!("what came of disk 'root' with migration {id} stays as ");
+    let deadline = Instant::now() + LONG;
+    while !std::fs::read_to_string(b.log())?.contains(&waits) {
+        ensure!(Instant::now() < deadline, "it does not say that it waits");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    ensure!(site.images(b)? == [format!("root.raw.arriving-{id}")]);
+    std::fs::rename(&away, &image)?;
+    site.goes_on(a, 20)?;
+    site.has_nothing(b)?;
+    site.is_whole(a)
 }
 
 #[test]

@@ -65,11 +65,7 @@ impl Why {
 
     /// The message of a source that has ended the migration.
     pub fn abort(migration: MigrationId, why: Option<&Self>) -> PeerMessage {
-        let mut abort = PeerMessage::Abort {
-            migration,
-            reason: None,
-            cancelled: false,
-        };
+        let mut abort = PeerMessage::abort(migration);
         Self::tell(why, &mut abort);
         abort
     }

@@ -127,6 +127,10 @@ pub enum PeerMessage {
         /// A person or a deadline wanted it, which is for people, too; without it something has failed.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         cancelled: bool,
+        /// Whether the source has the VM's disks, of which it was the source in this migration: only then what came of them
+        /// may be removed. No ownership is decided by it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        has_disks: bool,
     },
     /// Destination that has promised nothing: cannot go on.
     Failed {
@@ -451,6 +455,30 @@ impl PeerMessage {
             PeerMessage::Withdrawn { .. } => EventKind::PeerWithdrawn,
             PeerMessage::Abort { .. } => EventKind::PeerAborted,
             PeerMessage::Failed { .. } => EventKind::PeerFailed,
+        }
+    }
+
+    /// Asks the source of a migration that is over here whether it has the VM's disks, which its [`PeerMessage::Abort`] tells. No attempt
+    /// has this generation: the answer promises nothing.
+    pub fn ask_for_disks(migration: MigrationId) -> Self {
+        Self::AskGift {
+            migration,
+            generation: Generation(0),
+        }
+    }
+
+    /// Whether it is that question.
+    pub fn asks_for_disks(&self) -> bool {
+        matches!(self, Self::AskGift { generation, .. } if *generation == Generation(0))
+    }
+
+    /// An [`PeerMessage::Abort`] that says no more than that.
+    pub fn abort(migration: MigrationId) -> Self {
+        Self::Abort {
+            migration,
+            reason: None,
+            cancelled: false,
+            has_disks: false,
         }
     }
 }

@@ -276,10 +276,6 @@ pub(crate) fn abort(with: &Handover) -> Step {
     send(
         &with.peer,
         // Who carries the message knows why.
-        PeerMessage::Abort {
-            migration: with.migration.clone(),
-            reason: None,
-            cancelled: false,
-        },
+        PeerMessage::abort(with.migration.clone()),
     )
 }

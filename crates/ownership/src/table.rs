@@ -264,11 +264,7 @@ impl Names {
                 migration,
                 generation,
             },
-            EventKind::PeerAborted => PeerMessage::Abort {
-                migration,
-                reason: None,
-                cancelled: false,
-            },
+            EventKind::PeerAborted => PeerMessage::abort(migration),
             EventKind::PeerFailed => PeerMessage::Failed {
                 migration,
                 reason: None,

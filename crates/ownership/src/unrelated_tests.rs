@@ -57,11 +57,7 @@ fn messages(migration: &MigrationId, generation: Generation) -> Vec<PeerMessage>
             migration: migration.clone(),
             generation,
         },
-        PeerMessage::Abort {
-            migration: migration.clone(),
-            reason: None,
-            cancelled: false,
-        },
+        PeerMessage::abort(migration.clone()),
         PeerMessage::Failed {
             migration,
             reason: None,

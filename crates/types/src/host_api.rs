@@ -24,6 +24,10 @@ use std::path::{Path, PathBuf};
 pub const SPEC_FILE: &str = "vm.json";
 /// Moves of its disks on this host that have ended.
 pub const DISK_MOVES_FILE: &str = "disk-moves.json";
+/// Block devices that were disks of the VM on this host, in a VM's state directory. It stays when the VM leaves.
+pub const FORMER_DEVICES_FILE: &str = "former-devices.json";
+/// Migrations whose disks went on from this host with later ones, in a VM's state directory.
+pub const WENT_ON_FILE: &str = "went-on.json";
 /// Name of the note of a VM's last migration in its state directory, a [`MigrationNote`] as JSON.
 pub const NOTE_FILE: &str = "migration.json";
 /// Directory of a VM's migration reports in its state directory, `ID.json` each.

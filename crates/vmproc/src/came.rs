@@ -1,25 +1,29 @@
 //! What came of a VM's disks with a migration that ended elsewhere: whom to hear before it is removed.
 //!
-//! Part of [`Vm`]. Its source has them, or has had them taken elsewhere, where it says that it ended the migration, which only a host says
-//! that holds the VM or has given it on; or where it moves the VM here anew. Until then it is asked again and again, and nothing is
-//! removed, however long it is silent. A person's word that it is gone is durable before anything follows from it. Refuses: such a word
-//! where it cannot be written.
+//! Part of [`Vm`]. They go once their source says that it has the disks that went along with this very migration, or that those have gone on from it: an older copy of
+//! that host knows nothing of it, and that it ended the migration is not enough. Until then it is asked again and again, and nothing is removed, however long it is
+//! silent; where the VM comes anew meanwhile they are kept. A person's word that it is gone is durable before anything follows from it. Refuses: such a
+//! word where it cannot be written, and a VM in whose way they are.
 
 use crate::disks::{self, Source};
 use crate::vm::Vm;
 use godwit_ownership::{PeerMessage, Phase};
 use godwit_types::migration::Side;
-use godwit_types::{ApiError, Generation, HostName, MigrationId};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use std::time::{Duration, Instant};
 
 /// How often the source is asked whether it has the disks.
 const LOOK_EACH: Duration = Duration::from_secs(10);
+/// For so long a VM that comes anew waits for that answer: one of an older version never gives it.
+const ANSWER_WAIT: Duration = Duration::from_secs(30);
 
 /// What is known of images that came, as long as they have no end.
 #[derive(Debug, Default)]
 pub(crate) struct Came {
     /// The source of this migration has the disks.
     has_disks: Option<MigrationId>,
+    /// Since when something has no end.
+    began: Option<Instant>,
     /// When it was last looked whether more is known.
     looked: Option<Instant>,
     /// Whether the log was told of them.
@@ -56,6 +60,7 @@ impl Vm {
         let kept = aside.kept.iter();
         kept.for_each(|sentence| tracing::warn!("{sentence}"));
         self.came.looked = (!aside.waits.is_empty()).then(Instant::now);
+        self.came.began = self.came.looked.map(|now| self.came.began.unwrap_or(now));
         if let Some(id) = id.filter(|_| self.came.waits()) {
             self.ask_for_disks(id);
         }
@@ -65,17 +70,13 @@ impl Vm {
         }
     }
 
-    /// A source that holds the VM, and moves it in no such migration, says that it has ended. No attempt has this generation.
+    /// A source that holds the VM, and moves it in no such migration, says that it has ended, and whether it has the disks.
     fn ask_for_disks(&self, migration: MigrationId) {
         let note = self.note.as_ref();
         let Some(note) = note.filter(|note| note.migration == migration) else {
             return;
         };
-        let question = PeerMessage::AskGift {
-            migration,
-            generation: Generation(0),
-        };
-        self.post(&note.peer.host, &question);
+        self.post(&note.peer.host, &PeerMessage::ask_for_disks(migration));
     }
 
     /// Looks again at images that have no end yet.
@@ -105,7 +106,12 @@ impl Vm {
 
     /// Notes whether this says that the source of what came has the disks. Returns that.
     pub(crate) fn source_has_disks(&mut self, from: &HostName, message: &PeerMessage) -> bool {
-        let PeerMessage::Abort { migration, .. } = message else {
+        let PeerMessage::Abort {
+            migration,
+            has_disks: true,
+            ..
+        } = message
+        else {
             return false;
         };
         let is_of_source = self.is_from(from, migration);
@@ -148,16 +154,52 @@ impl Vm {
         }
     }
 
-    /// The VM comes anew, from this host. One that it was to come from before, and that holds it now, has its disks.
-    pub(crate) fn comes_anew(&mut self, from: &HostName) {
+    /// The VM comes anew, from this host: what came before is kept where nobody has said that its source has the disks. Refused for a
+    /// moment where that is the same one, which is asked just now; where a part of a disk is kept already; and where nothing can be kept, since
+    /// nobody would know any more whom to ask.
+    pub(crate) fn comes_anew(&mut self, from: &HostName) -> Result<(), ApiError> {
         let Some(id) = disks::what_came(&self.paths) else {
-            return;
+            return Ok(());
         };
-        let source = match self.is_from(from, &id) {
-            true => Source::HasDisks,
-            false => Source::Gone,
-        };
-        disks::put_aside(&self.paths, source, None).tell();
+        if self.is_from(from, &id) {
+            let began = *self.came.began.get_or_insert_with(Instant::now);
+            if began.elapsed() < ANSWER_WAIT {
+                self.ask_for_disks(id.clone());
+                return Err(self.not_answered(from, &id));
+            }
+        }
+        disks::may_keep(&self.paths)?;
+        disks::put_aside(&self.paths, Source::Gone, None).must_be_over()?;
         self.came = Came::default();
+        Ok(())
+    }
+
+    fn not_answered(&self, from: &HostName, id: &MigrationId) -> ApiError {
+        let (vm, host) = (&self.config.vm, &self.config.host);
+        let message = format!(
+            "host '{host}' has what came of VM '{vm}' with migration {id}, and host '{from}' has not said yet that it has the disks: it is asked now; try again in some seconds"
+        );
+        ApiError::new(ErrorCode::WrongState, message)
+    }
+
+    // ---- as the source ----
+
+    /// Whether the host to which the VM was to go with this migration may remove what came of its disks.
+    pub(crate) fn has_disks_of(&self, id: &MigrationId) -> bool {
+        if disks::went_on(&self.paths, id) {
+            return true;
+        }
+        match &self.core.record().phase {
+            Phase::Holds { .. } | Phase::Stopping { .. } => match &self.hyper {
+                Some(hyper) => hyper.disks.have_those_of(id),
+                None => disks::has_disks_of(&self.paths, id),
+            },
+            Phase::Absent
+            | Phase::Incoming { .. }
+            | Phase::Ready { .. }
+            | Phase::Refused { .. }
+            | Phase::Gave { .. }
+            | Phase::Moved { .. } => false,
+        }
     }
 }

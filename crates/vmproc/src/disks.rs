@@ -9,6 +9,7 @@
 mod activity;
 mod came;
 mod claim;
+mod devices;
 mod entry;
 mod format;
 mod former;
@@ -26,8 +27,9 @@ mod resize;
 mod room;
 mod served;
 mod switching;
+mod there;
 
-pub(crate) use came::{Source, put_aside, source_is_gone, what_came};
+pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;
@@ -37,6 +39,7 @@ pub(crate) use moving::SourceDisks;
 pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
+pub(crate) use there::{has_disks_of, went_on};
 
 use crate::adoption::lock;
 use crate::faults::reached;
@@ -108,6 +111,8 @@ impl Disks {
             images: Vec::new(),
             arriving: come.map(|migration| Arrival::of(&migration.id)),
             leaving: None,
+            along: before.along,
+            unread: before.unread,
             copying: before.copying,
             left: before.left,
             known: before.known,
@@ -375,6 +380,8 @@ impl ServedDisks {
             images: Vec::new(),
             arriving: None,
             leaving: None,
+            along: Vec::new(),
+            unread: Vec::new(),
             copying: None,
             left: Vec::new(),
             known: Vec::new(),

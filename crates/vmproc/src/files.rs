@@ -6,8 +6,8 @@
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
 use godwit_types::host_api::{
-    DISK_MOVES_FILE, DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, SPEC_FILE, UEFI_SIZES_FILE,
-    VmProcessConfig,
+    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IDENTITY_FILE, SOCKET_FILE, SPEC_FILE,
+    UEFI_SIZES_FILE, VmProcessConfig, WENT_ON_FILE,
 };
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
@@ -110,6 +110,16 @@ impl Paths {
     /// Which images the newest QEMU was started with.
     pub(crate) fn disks(&self) -> PathBuf {
         self.state.join(DISKS_FILE)
+    }
+
+    /// Block devices that were the VM's disks here.
+    pub(crate) fn former_devices(&self) -> PathBuf {
+        self.state.join(FORMER_DEVICES_FILE)
+    }
+
+    /// Migrations whose disks went on from here.
+    pub(crate) fn went_on(&self) -> PathBuf {
+        self.state.join(WENT_ON_FILE)
     }
 
     pub(crate) fn spec(&self) -> PathBuf {

@@ -120,7 +120,7 @@ impl Vm {
         spec.accelerator = request.accelerator;
         save_json(&self.paths.spec(), &spec).map_err(internal)?;
         self.spec = Some(spec);
-        self.comes_anew(&migration.source.host);
+        self.comes_anew(&migration.source.host)?;
         self.keep_note(migration, Side::Destination)?;
         let secret = Arc::new(wire_spec(migration)?);
         let arrivals = Arrivals::listen(

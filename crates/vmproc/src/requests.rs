@@ -279,6 +279,7 @@ impl Vm {
         if let Some(migration) = waited_for.filter(|migration| self.knows_nothing_of(migration)) {
             self.refuse_later(&migration, TOO_LATE);
             replies.push(PeerMessage::Abort {
+                has_disks: self.has_disks_of(&migration),
                 migration,
                 reason: None,
                 cancelled: false,

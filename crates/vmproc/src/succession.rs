@@ -78,11 +78,7 @@ impl Vm {
             // Nothing was given: this host holds the VM. The destination would wait for long.
             self.act(Action::Send {
                 to: note.peer.host,
-                message: PeerMessage::Abort {
-                    migration: id,
-                    reason: None,
-                    cancelled: false,
-                },
+                message: PeerMessage::abort(id),
             });
         }
     }

@@ -17,6 +17,7 @@ pub(super) struct Shared {
     pub(super) begun: AtomicBool,
     pub(super) given_up: AtomicBool,
     pub(super) synchronised: AtomicBool,
+    is_unreadable: AtomicBool,
     /// [`FREE`], [`WANTED`], [`BOUND`] or [`PARTED`].
     binding: AtomicU8,
     /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
@@ -153,6 +154,17 @@ impl Course {
     pub fn fail(&self, reason: String) {
         lock(&self.0.failure).get_or_insert(reason);
         self.give_up();
+    }
+
+    /// Ends it, since the source could not be read.
+    pub(super) fn fail_to_read(&self, reason: String) {
+        self.0.is_unreadable.store(true, Ordering::Release);
+        self.fail(reason);
+    }
+
+    /// Whether a part of the source could not be read.
+    pub fn is_unreadable(&self) -> bool {
+        self.0.is_unreadable.load(Ordering::Acquire)
     }
 
     /// Why it has ended by itself, if it has.

@@ -357,7 +357,7 @@ impl Mirroring {
                     _ => "no bytes came".to_owned(),
                 };
                 let reason = format!("its bytes {range:?} cannot be read: {why}");
-                self.course.fail(reason);
+                self.course.fail_to_read(reason);
             }
         }
     }
@@ -590,3 +590,7 @@ impl Drop for Mirroring {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "mirroring_tests.rs"]
+mod tests;

@@ -157,6 +157,7 @@ fn message(kind: u8, migration: MigrationId, generation: Generation) -> Option<P
             migration,
             reason: Some(Reason::clipped("nobody wants it")),
             cancelled: true,
+            has_disks: true,
         },
         11 => PeerMessage::Failed {
             migration,

@@ -217,11 +217,7 @@ impl Site {
                 migration,
                 generation,
             },
-            8 => PeerMessage::Abort {
-                migration,
-                reason: None,
-                cancelled: false,
-            },
+            8 => PeerMessage::abort(migration),
             _ => PeerMessage::Withdrawn {
                 migration,
                 generation,

@@ -9,7 +9,7 @@ use godwit_blockio::Filter;
 use godwit_blockio::filters::{Count, Counts, Limits, SharedLimits, Statistics, Throttle};
 use godwit_types::disk_activity::{DiskActivity, DiskRate, DiskWork};
 use godwit_types::vm::{DiskLimits, DiskSpec};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,8 @@ pub(super) struct Gauge {
     seen: Mutex<Seen>,
     /// Since when it has waited for storage, and what was done then: nothing came of it since.
     waits: Mutex<Option<(Instant, u64)>>,
+    /// How many requests had failed when it was asked last.
+    failed: AtomicU64,
 }
 
 /// What was counted when somebody asked last, and the rates that came of it.
@@ -49,6 +51,7 @@ impl Gauge {
                 rate: DiskRate::default(),
             }),
             waits: Mutex::default(),
+            failed: AtomicU64::new(0),
         };
         gauge.limit(disk.limits);
         gauge
@@ -73,6 +76,20 @@ impl Gauge {
         all.map(|count| count.requests.load(Ordering::Relaxed))
             .iter()
             .sum()
+    }
+
+    /// Whether storage has failed it since this was asked last.
+    pub(super) fn has_failed_since(&self) -> bool {
+        let counts = &self.counts;
+        let all = [
+            &counts.reads,
+            &counts.writes,
+            &counts.flushes,
+            &counts.erasures,
+        ];
+        let failed = all.map(|count| count.failed.load(Ordering::Relaxed));
+        let failed = failed.iter().sum();
+        self.failed.swap(failed, Ordering::Relaxed) < failed
     }
 
     /// Notes that it waits for storage, after so much was done; nothing: it does not.

@@ -1,6 +1,6 @@
 //! Images that came with a VM whose migration is over here: removed, kept under another name, or left as they are for now.
 //!
-//! They may be the last that is left of a disk. So they are removed only where their source has the disk; where a person says that
+//! They may be the last that is left of a disk. So they are removed only where their source says that it has the disk; where a person says that
 //! the source is gone, or the VM goes on without it, they are kept under a name that is no disk's and that nothing of Godwit
 //! removes; until either is known they stay. Owns nothing: `disks.json` names them, and stays until each has its end, so that every
 //! step is done again after a death. Refuses: to replace a file.
@@ -13,7 +13,7 @@ use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_store::{load_json, save_json};
 use godwit_types::vm::DiskSpec;
-use godwit_types::{ApiError, Generation, MigrationId};
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::Path;
@@ -61,7 +61,7 @@ impl Arrival {
 /// What is known of the host from which images came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// It has the disks: it ended the migration, or moves the VM anew.
+    /// It has said so: it ended the migration, and has the disks.
     HasDisks,
     /// A person gave it up, or the VM goes on without it.
     Gone,
@@ -78,7 +78,7 @@ pub(crate) struct Aside {
 
 impl Aside {
     /// Refuses what would forget an image that is there still.
-    pub(super) fn must_be_over(mut self) -> Result<(), ApiError> {
+    pub(crate) fn must_be_over(mut self) -> Result<(), ApiError> {
         let waits = self.waits.pop();
         self.tell();
         waits.map_or(Ok(()), |why| Err(internal(why)))
@@ -116,7 +116,7 @@ pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generati
             Source::Unknown if arrival.source_gone => Source::Gone,
             source => source,
         };
-        all_settled = settle_all((&what.disks, &arrival), source, promised, &mut aside);
+        all_settled = settle_all((&what, &arrival), source, promised, &mut aside);
     }
     // Whoever looks again tries again.
     if all_settled {
@@ -126,29 +126,64 @@ pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generati
 }
 
 /// This host holds the VM under another generation than the one for which they were whole.
-pub(super) fn keep_all(disks: &[DiskSpec], arrival: &Arrival) -> Aside {
+pub(super) fn keep_all(what: &ServedDisks, arrival: &Arrival) -> Aside {
     let mut aside = Aside::default();
-    settle_all((disks, arrival), Source::Gone, None, &mut aside);
+    settle_all((what, arrival), Source::Gone, None, &mut aside);
     aside
 }
 
 /// Returns whether nothing of them is left to be done.
 fn settle_all(
-    (disks, arrival): (&[DiskSpec], &Arrival),
+    (what, arrival): (&ServedDisks, &Arrival),
     source: Source,
     promised: Option<Generation>,
     aside: &mut Aside,
 ) -> bool {
     let mut all_settled = true;
-    for disk in along(disks) {
+    let own = what.disks.iter().enumerate();
+    for (place, disk) in own.filter(|(_, disk)| disk.goes_along()) {
         let came = Came {
             disk,
+            device: what.images.get(place).map(|(device, _)| *device),
             arrival,
             promised,
         };
         all_settled &= came.settle(source, aside);
     }
     all_settled
+}
+
+/// Refuses to keep another part of a disk beside one that is kept: else each try would take the room of one more.
+pub(crate) fn may_keep(paths: &Paths) -> Result<(), ApiError> {
+    let Some((what, arrival)) = arrival(paths).filter(|(_, arrival)| arrival.whole.is_none())
+    else {
+        return Ok(());
+    };
+    for disk in along(&what.disks) {
+        if let Some(kept) = kept_of(&disk.path) {
+            let (name, id) = (&disk.name, &arrival.migration);
+            return Err(ApiError::new(
+                ErrorCode::WrongState,
+                format!(
+                    "a part of disk '{name}' came with migration {id}, its source does not say that it has the disk, and an earlier copy is kept as {kept}: see which of them is needed, move that one away or remove it, and try again"
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// One that is kept of the disk with this path.
+fn kept_of(path: &str) -> Option<String> {
+    let (above, name) = (Path::new(path).parent()?, Path::new(path).file_name()?);
+    let kept = format!("{}.kept-", name.to_str()?);
+    let names = std::fs::read_dir(above).ok()?.flatten();
+    let mut paths = names.map(|entry| entry.path());
+    let is_kept = |found: &std::path::PathBuf| {
+        let name = found.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.starts_with(&kept))
+    };
+    paths.find(is_kept).map(|path| path.display().to_string())
 }
 
 /// What was just made for this migration, and nothing has come into, is removed.
@@ -185,6 +220,8 @@ impl Disks {
 /// The image of one disk that came.
 struct Came<'a> {
     disk: &'a DiskSpec,
+    /// That of its file system, once something may have come.
+    device: Option<u64>,
     arrival: &'a Arrival,
     promised: Option<Generation>,
 }
@@ -206,11 +243,8 @@ impl Came<'_> {
     /// Returns whether nothing of it is left to be done.
     fn settle(&self, source: Source, aside: &mut Aside) -> bool {
         let path = self.path();
-        if source == Source::HasDisks {
-            return remove(Path::new(&path));
-        }
-        let size = Entry::at(Path::new(&path)).and_then(|entry| entry.size());
-        let taken = match size {
+        let taken = match self.size(source) {
+            Ok(_) if source == Source::HasDisks => return remove(Path::new(&path)),
             // A hole from one end to the other may be all of a disk.
             Ok(Some((_, 0))) if self.arrival.whole.is_none() => return remove(Path::new(&path)),
             Ok(Some((_, taken))) => taken,
@@ -231,6 +265,27 @@ impl Came<'_> {
             Err(error) => return self.stays(&error, aside),
         }
         true
+    }
+
+    /// Bytes of it and those that it takes; nothing where it is gone. A file system that is not mounted may have it, or has another number by now:
+    /// nobody waits for that who knows what is to become of it.
+    fn size(&self, source: Source) -> io::Result<Option<(u64, u64)>> {
+        let path = self.path();
+        let entry = Entry::at(Path::new(&path))?;
+        let size = entry.size()?;
+        let is_away = |device: u64| !entry.is_on(device);
+        if size.is_none() && self.device.is_some_and(is_away) {
+            if source == Source::Unknown {
+                return Err(io::Error::other(
+                    "another file system than the one that it is on is mounted there",
+                ));
+            }
+            tracing::warn!(
+                path,
+                "what came of a disk is not there: if it is on a file system that is not mounted now, nothing tells of it any more"
+            );
+        }
+        Ok(size)
     }
 
     fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {
@@ -285,8 +340,12 @@ impl Came<'_> {
             Err(error) => (0, format!("; that it is durable is not certain ({error})")),
         };
         let state = self.state();
+        let written = match looked_when(Path::new(path)) {
+            Some(at) => format!(", written last at {}", at.strftime("%Y-%m-%d %H:%M:%S UTC")),
+            None => String::new(),
+        };
         format!(
-            "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB): {state}{durable}; to go on from it name it as the 'path' of the disk in the VM's description, or in a new VM's, and start that on this host; it stays until somebody removes it"
+            "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB{written}): {state}{durable}; to go on from it name it as the 'path' of the disk in the VM's description, or in a new VM's, and start that on this host; it stays until somebody removes it"
         )
     }
 
@@ -301,6 +360,11 @@ impl Came<'_> {
             None => "it is not known to be whole, so that parts of the disk may be missing",
         }
     }
+}
+
+fn looked_when(path: &Path) -> Option<jiff::Timestamp> {
+    let written = path.symlink_metadata().ok()?.modified().ok()?;
+    jiff::Timestamp::try_from(written).ok()
 }
 
 fn mib(bytes: u64) -> u64 {

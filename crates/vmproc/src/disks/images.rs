@@ -4,11 +4,13 @@
 //! nothing: the files are the VM's, and `disks.json` says which. All is done in the directory that was looked into ([`super::entry`]).
 //! Refuses: to remove a file that is another one than QEMU had.
 
-use super::came::{Arrival, Source, keep_all, put_aside};
+use super::came::{Arrival, Aside, Source, keep_all, put_aside};
+use super::devices;
 use super::entry::Entry;
 use super::former::Former;
 use super::left::{Left, moved, settle_moves};
 use super::served::ServedDisks;
+use super::there::note_went_on;
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::vm::DiskSpec;
@@ -29,7 +31,7 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
         return Ok(());
     };
     match arrival.whole {
-        None => put_aside(paths, Source::Gone, None).tell(),
+        None => over(put_aside(paths, Source::Gone, None))?,
         Some(_) if arrival.belongs_to(generation) => {
             // For good: also where they cannot be named now, and another generation follows.
             let arriving = Some(Arrival {
@@ -46,11 +48,16 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
             here(paths, what);
         }
         Some(_) => {
-            keep_all(&what.disks, &arrival).tell();
+            over(keep_all(&what, &arrival))?;
             here(paths, what);
         }
     }
     Ok(())
+}
+
+/// Whatever starts the VM next would forget what stays.
+fn over(aside: Aside) -> Result<(), String> {
+    aside.must_be_over().map_err(|error| error.message)
 }
 
 /// Gives images that came their names.
@@ -89,6 +96,10 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) else {
         return;
     };
+    devices::note(paths, &what, true);
+    if let Err(error) = note_went_on(paths, &what, migration) {
+        tracing::warn!(%error, "copies that earlier migrations left at other hosts may stay there");
+    }
     if what.leaving.as_ref() != Some(migration) {
         if along(&what.disks).next().is_some() {
             tracing::warn!(
@@ -145,6 +156,9 @@ fn here(paths: &Paths, what: ServedDisks) {
 }
 
 pub(super) fn forget(paths: &Paths) {
+    if let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) {
+        devices::note(paths, &what, false);
+    }
     if let Err(why) = settle_moves(paths, None) {
         tracing::warn!(why, "what moves of the VM's disks left is not removed");
     }
@@ -162,6 +176,7 @@ pub(super) fn forget(paths: &Paths) {
             &ServedDisks {
                 arriving: None,
                 leaving: None,
+                along: Vec::new(),
                 left: what.left.into_iter().map(of_none).collect(),
                 ..what
             },

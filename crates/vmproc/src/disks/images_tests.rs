@@ -33,7 +33,9 @@ impl Left {
             std::fs::write(directory.path().join(name), name.as_bytes()).unwrap();
         }
         let path = directory.path().join("root.raw");
-        let image = identity_of(&path).unwrap().unwrap_or((1, 2));
+        let of = |path: &Path| identity_of(path).unwrap();
+        let came = directory.path().join(CAME);
+        let image = of(&came).or_else(|| of(&path)).unwrap_or((1, 2));
         let disk = DiskSpec::new("root", path.to_str().unwrap());
         let arriving = arriving.map(|(migration, whole)| Arrival {
             whole: whole.map(Generation),

@@ -4,12 +4,15 @@
 //! what is a disk, a block device, or another file than the one that was left.
 //!
 //! A block device that was left has nothing to be done with it, and is looked at no more. But it is still there, with the disk as it was then: so it
-//! stays noted while the VM is this host's, and a description that names it, as an older copy does, is not obeyed.
+//! stays noted, also when the VM has left ([`super::devices`]), and a description that names it while the VM has its disk elsewhere on this host, as an older copy
+//! does, is not obeyed.
 
+use super::devices;
 use super::entry::{Entry, Found};
 use super::former::{Former, Is, is_device, tell_left};
 use super::images::remove;
 use super::served::ServedDisks;
+use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_ownership::KnownImage;
@@ -93,12 +96,15 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
 }
 
 /// What the record of an earlier QEMU says that counts for the next one's, too.
+#[derive(Debug, Default)]
 pub(super) struct Kept {
     /// Former images that could not be removed.
     pub left: Vec<Left>,
     /// An image that is not whole and could not be removed.
     pub copying: Option<Copying>,
     pub known: Vec<KnownImage>,
+    pub along: Vec<WentAlong>,
+    pub unread: Vec<String>,
 }
 
 /// For a QEMU that is started with these disks.
@@ -107,16 +113,23 @@ pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
         tracing::error!(%error, "what the VM's disks were before is not known");
         None
     });
-    let (mut left, mut known, copying) = what.map_or_else(Default::default, |what| {
-        (what.left, what.known, what.copying)
+    let mut kept = what.map_or_else(Kept::default, |what| Kept {
+        left: what.left,
+        copying: what.copying,
+        known: what.known,
+        along: what.along,
+        unread: what.unread,
     });
-    left.retain(|left| disks.iter().all(|disk| disk.path != left.path));
-    known.retain(|known| disks.iter().any(|disk| disk.name == known.disk));
-    Kept {
-        left,
-        copying,
-        known,
-    }
+    let is_disk = |path: &String| disks.iter().any(|disk| disk.path == *path);
+    let noted = devices::noted(paths).into_iter();
+    let is_new = |device: &Left, left: &[Left]| left.iter().all(|left| left.path != device.path);
+    let noted: Vec<_> = noted.filter(|device| is_new(device, &kept.left)).collect();
+    kept.left.extend(noted);
+    kept.left.retain(|left| !is_disk(&left.path));
+    kept.known
+        .retain(|known| disks.iter().any(|disk| disk.name == known.disk));
+    kept.unread.retain(is_disk);
+    kept
 }
 
 /// What is written of a VM with something left of moves.

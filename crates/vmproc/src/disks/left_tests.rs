@@ -296,9 +296,51 @@ fn a_block_device_that_was_left_stays_and_is_never_the_disk_again() {
     }
     // The next QEMU's record has it, too.
     assert_eq!(kept(&dead.paths, &dead.spec.disks).left.len(), 1);
-    // Nobody needs it once the VM is elsewhere.
-    super::super::images::leave(&dead.paths, &godwit_types::MigrationId::new("m-1").unwrap());
-    assert!(!dead.paths.disks().exists() && Path::new(&old).exists());
+}
+
+/// What the next QEMU's record has of former images, once the VM has been elsewhere.
+fn known_after_a_way_back(dead: &Dead, disk: &str) -> Vec<String> {
+    assert!(!dead.paths.disks().exists());
+    let disks = [DiskSpec::new("root", dead.path(disk))];
+    let left = kept(&dead.paths, &disks).left.into_iter();
+    left.filter(|left| left.followed && is_device(left.image))
+        .map(|left| left.path)
+        .collect()
+}
+
+#[test]
+fn a_block_device_that_was_left_is_no_disk_after_a_move_there_and_back() {
+    let migration = godwit_types::MigrationId::new("m-1").unwrap();
+    // It was left for a file of this host, or for another host.
+    for mut dead in [
+        off_a_device(),
+        Dead::with(&["old"], |_, what| what.images = vec![(0x700, 0)]),
+    ] {
+        let old = dead.path("old");
+        dead.settled();
+        let mut what = dead.written();
+        what.leaving = Some(migration.clone());
+        save_json(&dead.paths.disks(), &what).unwrap();
+        super::super::images::leave(&dead.paths, &migration);
+        assert_eq!(
+            known_after_a_way_back(&dead, "back"),
+            std::slice::from_ref(&old)
+        );
+        assert!(Path::new(&old).exists());
+        // It comes back, and an older description is put in the place of its own.
+        let back = dead.path("back");
+        std::fs::write(&back, "image").unwrap();
+        what.disks = vec![DiskSpec::new("root", &back)];
+        what.images = vec![dead.identity("back")];
+        what.left = kept(&dead.paths, &what.disks).left;
+        save_json(&dead.paths.disks(), &what).unwrap();
+        dead.spec.disks[0].path.clone_from(&old);
+        assert_eq!(dead.settled().1, back);
+        // Once more elsewhere and back: a person has described it as the disk.
+        super::super::images::leave(&dead.paths, &migration);
+        assert_eq!(known_after_a_way_back(&dead, "other"), [old]);
+        assert!(known_after_a_way_back(&dead, "old").is_empty());
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 use super::images::{give_names, keep_names};
 use super::served::{Arrival, Served};
+use super::there::DiskAlong;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
@@ -51,6 +52,8 @@ struct Along {
 pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
+    /// All of the VM's.
+    all: Disks,
     /// Since when both hosts' images are equal but for what is under way.
     synchronised: Mutex<Option<Instant>>,
 }
@@ -75,10 +78,19 @@ impl Disks {
         let mut source = SourceDisks {
             changes: Changes::default(),
             disks: Vec::new(),
+            all: self.clone(),
             synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
-        self.0.change(|what| what.leaving = Some(spec.id.clone()))?;
+        let known = |disk: &DiskSpec| self.0.known_of(&what, &disk.name);
+        let with = along
+            .iter()
+            .map(|(_, (disk, image))| DiskAlong::of(disk, **image, known(disk).as_ref()));
+        let with = with.collect();
+        self.0.change(|what| {
+            what.leaving = Some(spec.id.clone());
+            what.note_along(&spec.id, with);
+        })?;
         let (disks, pace) = (lock(&self.0.disks), Pace::at_most(cap_bytes_per_s));
         for (index, (disk, image)) in along {
             let named = spec.disks.iter().find(|named| named.name == disk.name);
@@ -188,7 +200,7 @@ impl Disks {
 }
 
 /// Does something that storage may keep for long on a thread of its own, of which it is heard in [`wait`].
-fn begin<T: Send + 'static>(
+pub(super) fn begin<T: Send + 'static>(
     name: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<Receiver<T>, String> {
@@ -201,7 +213,7 @@ fn begin<T: Send + 'static>(
     Ok(is_done)
 }
 
-fn wait<T>(done: &Receiver<T>, deadline: Instant) -> Result<T, String> {
+pub(super) fn wait<T>(done: &Receiver<T>, deadline: Instant) -> Result<T, String> {
     let left = deadline.saturating_duration_since(Instant::now());
     let silent = "the storage of the VM's disks does not answer: see that it does, and let the guest run again";
     done.recv_timeout(left).map_err(|_| silent.to_owned())
@@ -315,6 +327,18 @@ impl SourceDisks {
             ))
         };
         self.disks.iter().find_map(failed)
+    }
+
+    /// Notes, durably, which of them could be read wholly, and which could not.
+    pub(crate) fn note_read(&self) {
+        for disk in &self.disks {
+            let (served, course) = (&self.all.0, &disk.course);
+            if course.is_unreadable() {
+                served.note_read(&disk.spec.path, false);
+            } else if course.is_synchronised() {
+                served.note_read(&disk.spec.path, true);
+            }
+        }
     }
 }
 

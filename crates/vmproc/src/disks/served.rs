@@ -13,6 +13,7 @@ use super::in_place::Moves;
 use super::keeping::Keeping;
 use super::left::{Copying, Left};
 use super::moving::Filling;
+use super::there::WentAlong;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name};
 use crate::adoption::lock;
 use crate::faults::planted;
@@ -66,6 +67,12 @@ pub(crate) struct ServedDisks {
     /// The migration for which they were mirrored last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) leaving: Option<MigrationId>,
+    /// What went along with migrations from here, the newest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) along: Vec<WentAlong>,
+    /// Paths of images that could not be read wholly when they were mirrored last.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) unread: Vec<String>,
     /// An image of this host that one of them is copied to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) copying: Option<Copying>,

@@ -9,6 +9,7 @@
 
 use super::left::{Copying, Left};
 use super::served::{Served, ServedDisks};
+use super::there::DiskAlong;
 use super::told;
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
@@ -247,6 +248,10 @@ impl Served {
             }
             let known = going.copying.known.iter();
             known.for_each(|known| what.know(known.clone()));
+            if let (Some(disk), Some(image)) = (what.disks.get(index), going.copying.image) {
+                let now = DiskAlong::of(disk, image, going.copying.known.as_ref());
+                what.follow_along(&going.spec.path, &now);
+            }
         });
         written.map_err(|error| error.message)
     }
@@ -257,6 +262,7 @@ impl Served {
         let as_before = |what: &mut ServedDisks| {
             what.copying.clone_from(&before.copying);
             what.left.clone_from(&before.left);
+            what.along.clone_from(&before.along);
             if let (Some(now), Some(before)) = (what.disks.get_mut(index), before.disks.get(index))
             {
                 now.clone_from(before);

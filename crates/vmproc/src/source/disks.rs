@@ -69,6 +69,7 @@ impl SourceDriver {
                 return Ok(());
             };
             if let Some(why) = disks.failure() {
+                disks.note_read();
                 return Err(Halt::Failed(why));
             }
             // What is left is looked at last: of disks that are equal nothing is.
@@ -85,6 +86,9 @@ impl SourceDriver {
             let limit = disks
                 .bottleneck()
                 .and_then(|bottleneck| limited_by(bottleneck, share));
+            if synchronised {
+                disks.note_read();
+            }
             self.show_disks(began, left, limit);
             self.show_sent(set);
             if !nearer.observe(Instant::now(), left) {

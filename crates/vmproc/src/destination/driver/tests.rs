@@ -27,6 +27,7 @@ fn a_cancel_that_a_lost_channel_overtook_is_heard() {
         migration: MigrationId::new("m").unwrap(),
         reason: Some(Reason::clipped("enough")),
         cancelled: true,
+        has_disks: false,
     };
     let said = [
         ToDestination::Ping { nonce: 1 },

@@ -1,0 +1,52 @@
+//! A mirroring between a bottom and an outlet that the test controls: without a kernel, and without time that passes.
+
+use super::*;
+use crate::Stack;
+use crate::filters::keeps::Keeps;
+use std::ops::Range;
+use std::sync::Mutex;
+
+/// A destination over a far link: it takes everything, and says of nothing that it has carried it out.
+#[derive(Clone, Default)]
+struct Far(Arc<Mutex<Given>>);
+
+type Given = Vec<(Origin, Range<u64>)>;
+
+impl Outlet for Far {
+    fn is_silent(&mut self) -> bool {
+        false
+    }
+
+    fn takes(&mut self, _origin: Origin) -> bool {
+        true
+    }
+
+    fn give(&mut self, origin: Origin, range: Range<u64>, _change: Change) {
+        self.0.lock().unwrap().push((origin, range));
+    }
+}
+
+#[test]
+fn over_a_far_link_a_write_waits_until_its_region_is_read_and_given_and_not_until_that_is_there() {
+    let (far, course) = (Far::default(), Course::default());
+    let mirroring = Mirroring::new(REGION, Box::new(far.clone()), &course);
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Keeps::default());
+    course.begin(None);
+    let now = Instant::now();
+    stack.wake(now);
+    let read = stack.bottom.0.pop().unwrap();
+    assert_eq!(read.work, Work::Read(0..REGION));
+    let data = Data::Own(Buffer::zeroed(512));
+    stack.submit(Request::new(Work::Write(0..512), data, 1, now), now);
+    let later = now + LOOK_EVERY;
+    stack.wake(later);
+    assert!(stack.bottom.0.is_empty(), "what it touches is being read");
+    stack.completed(read, Outcome::Done, later);
+    let write = stack.bottom.0.pop().unwrap();
+    assert_eq!(write.work, Work::Write(0..512));
+    let given = [(Origin::Copy, 0..REGION), (Origin::Guest, 0..512)];
+    assert_eq!(*far.0.lock().unwrap(), given);
+    stack.completed(write, Outcome::Done, later);
+    let (answered, outcome) = stack.finished().unwrap();
+    assert_eq!((answered.token, outcome), (1, Outcome::Done));
+}
