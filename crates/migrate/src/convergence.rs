@@ -178,6 +178,13 @@ impl Convergence {
         self.predict_s(dirty_bytes, self.rtt_s) <= self.pause_s(self.rtt_s)
     }
 
+    /// Whether the distance alone breaks the promise, and is most of the pause: what few pages take of a far link was mostly the way.
+    fn is_distance_most(&self, dirty_bytes: f64) -> bool {
+        let distance_s = self.predict_s(0.0, self.rtt_s);
+        let is_broken = distance_s > TUNING.promise_share * self.goal.max_downtime_s;
+        is_broken && self.predict_s(dirty_bytes, self.rtt_s) <= 2.0 * distance_s
+    }
+
     /// Takes an iteration's facts and decides.
     pub fn decide(&mut self, facts: IterationFacts) -> Decision {
         self.iterations += 1;
@@ -199,7 +206,10 @@ impl Convergence {
             return self.stop_or_squeeze(facts, next_s);
         }
         if self.iterations >= TUNING.iterations_max || self.is_stuck(facts) {
-            return Decision::GiveUp;
+            return match self.is_distance_most(dirty_bytes) {
+                true => Decision::Switchover,
+                false => Decision::GiveUp,
+            };
         }
         let left = self.bytes_after(next_s, speed);
         if left > TUNING.progress_share * dirty_bytes || self.misses_deadline(facts) {

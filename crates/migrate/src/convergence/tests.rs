@@ -124,6 +124,32 @@ fn pages_that_are_little_beside_the_round_trip_are_not_waited_for_over_a_long_li
     assert_ne!(decide(0.0005), Decision::Switchover);
 }
 
+/// What is decided in the end of a guest that writes so much in each pass, where no pass is enough to tell the link's speed.
+fn end_of_passes(rtt_s: f64, (dirty_bytes, seconds): (u64, f64)) -> Option<Decision> {
+    let mut history = Convergence::new(GOAL);
+    (0..1000).find_map(|round| {
+        let decision = history.decide(IterationFacts {
+            data_bytes: if round == 0 { 311_296 } else { dirty_bytes },
+            seconds: if round == 0 { 0.22 } else { seconds },
+            dirty_bytes,
+            rtt_s,
+            elapsed_s: f64::from(round) * seconds,
+            slowing: Slowing::Least,
+        });
+        (!matches!(decision, Decision::Iterate { .. })).then_some(decision)
+    })
+}
+
+#[test]
+fn a_few_pages_of_a_small_guest_do_not_keep_it_from_moving_far() {
+    let few = (12 * PAGE, 0.06);
+    assert_eq!(end_of_passes(0.04, few), Some(Decision::Switchover));
+    // Many do, and near by nothing but the pages is in the way.
+    for (rtt_s, pages) in [(0.04, (1200 * PAGE, 1.2)), (0.0005, (120 * PAGE, 0.3))] {
+        assert_eq!(end_of_passes(rtt_s, pages), Some(Decision::GiveUp));
+    }
+}
+
 #[test]
 fn a_first_pass_without_data_predicts_nothing() {
     let mut history = Convergence::new(GOAL);
