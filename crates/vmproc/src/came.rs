@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 /// How often the source is asked whether it has the disks.
 const LOOK_EACH: Duration = Duration::from_secs(10);
-/// For so long a VM that comes anew waits for that answer: one of an older version never gives it.
-const ANSWER_WAIT: Duration = Duration::from_secs(30);
+/// For so long a VM that comes anew waits for that answer, which takes a moment; one of an older version never gives it.
+const ANSWER_WAIT: Duration = Duration::from_secs(5);
 
 /// What is known of images that came, as long as they have no end.
 #[derive(Debug, Default)]
@@ -188,6 +188,10 @@ impl Vm {
     pub(crate) fn has_disks_of(&self, id: &MigrationId) -> bool {
         if disks::went_on(&self.paths, id) {
             return true;
+        }
+        // While another migration is under way nothing waits for storage.
+        if self.migration.is_some() {
+            return false;
         }
         match &self.core.record().phase {
             Phase::Holds { .. } | Phase::Stopping { .. } => match &self.hyper {

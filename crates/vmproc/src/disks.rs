@@ -359,6 +359,7 @@ impl Disks {
             return false;
         }
         self.watch_storage(Instant::now());
+        served.note_failures();
         for index in served.missing() {
             served.try_in_thread(index, Duration::ZERO, None);
         }

@@ -116,11 +116,11 @@ impl Vm {
 
     fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
         let migration = &request.migration;
+        self.comes_anew(&migration.source.host)?;
         let mut spec = request.spec.clone();
         spec.accelerator = request.accelerator;
         save_json(&self.paths.spec(), &spec).map_err(internal)?;
         self.spec = Some(spec);
-        self.comes_anew(&migration.source.host)?;
         self.keep_note(migration, Side::Destination)?;
         let secret = Arc::new(wire_spec(migration)?);
         let arrivals = Arrivals::listen(

@@ -273,13 +273,14 @@ impl Vm {
             PeerMessage::AskGift { migration, .. } => Some(migration.clone()),
             _ => None,
         };
+        let is_about_disks = message.asks_for_disks();
         self.hear(from, message);
         let replies = self.outcome.replies.take();
         let mut replies = replies.map(|(_, replies)| replies).unwrap_or_default();
         if let Some(migration) = waited_for.filter(|migration| self.knows_nothing_of(migration)) {
             self.refuse_later(&migration, TOO_LATE);
             replies.push(PeerMessage::Abort {
-                has_disks: self.has_disks_of(&migration),
+                has_disks: is_about_disks && self.has_disks_of(&migration),
                 migration,
                 reason: None,
                 cancelled: false,

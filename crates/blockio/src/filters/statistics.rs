@@ -29,6 +29,8 @@ pub struct Counts {
     pub flushes: Count,
     /// Discards and writes of zeroes.
     pub erasures: Count,
+    /// Requests of all kinds that failed, and neither for want of room nor since the image cannot do such a thing.
+    pub faults: AtomicU64,
 }
 
 impl Counts {
@@ -94,6 +96,9 @@ impl Filter for Statistics {
         if outcome != Outcome::Done {
             add(&count.failed, 1);
         }
+        if matches!(outcome, Outcome::Failed(_)) && !outcome.lacks_room() {
+            add(&self.counts.faults, 1);
+        }
         true
     }
 }
@@ -148,6 +153,25 @@ mod tests {
             counts.writes.most_nanoseconds.load(Ordering::Relaxed),
             3_000_000
         );
+    }
+
+    #[test]
+    fn only_what_storage_fails_counts_as_its_fault() {
+        let statistics = Statistics::default();
+        let counts = statistics.counts();
+        let mut stack = Stack::new(vec![Box::new(statistics)], Keeps::default());
+        let now = Instant::now();
+        for (outcome, faults) in [
+            (Outcome::Done, 0),
+            (Outcome::Unsupported, 0),
+            (Outcome::Failed(Errno::NOSPC), 0),
+            (Outcome::Failed(Errno::IO), 1),
+        ] {
+            stack.submit(Request::new(Work::Discard(0..512), Data::None, 0, now), now);
+            let request = stack.bottom.0.pop().unwrap();
+            stack.completed(request, outcome, now);
+            assert_eq!(counts.faults.load(Ordering::Relaxed), faults, "{outcome:?}");
+        }
     }
 
     #[test]

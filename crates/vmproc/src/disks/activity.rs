@@ -25,7 +25,7 @@ pub(super) struct Gauge {
     seen: Mutex<Seen>,
     /// Since when it has waited for storage, and what was done then: nothing came of it since.
     waits: Mutex<Option<(Instant, u64)>>,
-    /// How many requests had failed when it was asked last.
+    /// How many times storage had failed it when it was asked last.
     failed: AtomicU64,
 }
 
@@ -78,18 +78,15 @@ impl Gauge {
             .sum()
     }
 
+    /// How often storage has failed it.
+    pub(super) fn faults(&self) -> u64 {
+        self.counts.faults.load(Ordering::Relaxed)
+    }
+
     /// Whether storage has failed it since this was asked last.
     pub(super) fn has_failed_since(&self) -> bool {
-        let counts = &self.counts;
-        let all = [
-            &counts.reads,
-            &counts.writes,
-            &counts.flushes,
-            &counts.erasures,
-        ];
-        let failed = all.map(|count| count.failed.load(Ordering::Relaxed));
-        let failed = failed.iter().sum();
-        self.failed.swap(failed, Ordering::Relaxed) < failed
+        let faults = self.faults();
+        self.failed.swap(faults, Ordering::Relaxed) < faults
     }
 
     /// Notes that it waits for storage, after so much was done; nothing: it does not.

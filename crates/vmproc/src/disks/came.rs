@@ -154,13 +154,23 @@ fn settle_all(
 }
 
 /// Refuses to keep another part of a disk beside one that is kept: else each try would take the room of one more.
+/// Refuses, too, where it cannot be looked whether something came.
 pub(crate) fn may_keep(paths: &Paths) -> Result<(), ApiError> {
-    let Some((what, arrival)) = arrival(paths).filter(|(_, arrival)| arrival.whole.is_none())
-    else {
+    let Some((what, arrival)) = arrival(paths) else {
         return Ok(());
     };
     for disk in along(&what.disks) {
-        if let Some(kept) = kept_of(&disk.path) {
+        if let Err(error) = Entry::at(Path::new(&disk.path)) {
+            let (name, path) = (&disk.name, arriving_path(&disk.path, &arrival.migration));
+            return Err(ApiError::new(
+                ErrorCode::WrongState,
+                format!(
+                    "what came of disk '{name}' before, as {path}, is out of reach ({error}): mount the file system that it is on, and try again"
+                ),
+            ));
+        }
+        let kept = kept_of(&disk.path).filter(|_| arrival.whole.is_none());
+        if let Some(kept) = kept {
             let (name, id) = (&disk.name, &arrival.migration);
             return Err(ApiError::new(
                 ErrorCode::WrongState,
@@ -249,13 +259,15 @@ impl Came<'_> {
             Ok(Some((_, 0))) if self.arrival.whole.is_none() => return remove(Path::new(&path)),
             Ok(Some((_, taken))) => taken,
             Ok(None) if source == Source::Unknown => return remove(Path::new(&path)),
+            // Nothing of it can have another name there.
+            Ok(None) if Entry::at(Path::new(&path)).is_err() => return true,
             Ok(None) => 0,
             Err(error) => return self.stays(&error, aside),
         };
         if source == Source::Unknown {
             let (disk, id, mib) = (&self.disk.name, &self.arrival.migration, mib(taken));
             aside.waits.push(format!(
-                "what came of disk '{disk}' with migration {id} stays as {path} ({mib} MiB) until its source says that it has the disk, and is removed then; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
+                "what came of disk '{disk}' with migration {id} stays as {path} ({mib} MiB) until its source says that it has the disk, and is removed then; remove it yourself if you know that nobody needs it; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
             ));
             return false;
         }
@@ -271,13 +283,19 @@ impl Came<'_> {
     /// nobody waits for that who knows what is to become of it.
     fn size(&self, source: Source) -> io::Result<Option<(u64, u64)>> {
         let path = self.path();
-        let entry = Entry::at(Path::new(&path))?;
-        let size = entry.size()?;
-        let is_away = |device: u64| !entry.is_on(device);
-        if size.is_none() && self.device.is_some_and(is_away) {
+        let entry = match Entry::at(Path::new(&path)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            entry => Some(entry?),
+        };
+        let size = entry.as_ref().map(Entry::size).transpose()?.flatten();
+        let is_away = match &entry {
+            Some(entry) => self.device.is_some_and(|device| !entry.is_on(device)),
+            None => true,
+        };
+        if size.is_none() && is_away {
             if source == Source::Unknown {
                 return Err(io::Error::other(
-                    "another file system than the one that it is on is mounted there",
+                    "the file system that it is on is not mounted there",
                 ));
             }
             tracing::warn!(
@@ -341,11 +359,11 @@ impl Came<'_> {
         };
         let state = self.state();
         let written = match looked_when(Path::new(path)) {
-            Some(at) => format!(", written last at {}", at.strftime("%Y-%m-%d %H:%M:%S UTC")),
-            None => String::new(),
+            Some(at) => at.strftime("at %Y-%m-%d %H:%M:%S UTC").to_string(),
+            None => "at a time that is not known".to_owned(),
         };
         format!(
-            "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB{written}): {state}{durable}; to go on from it name it as the 'path' of the disk in the VM's description, or in a new VM's, and start that on this host; it stays until somebody removes it"
+            "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB, written last {written}): {state}{durable}; to go on from it name it as the 'path' of the disk in the VM's description, or in a new VM's, and start that on this host; it stays until somebody removes it"
         )
     }
 

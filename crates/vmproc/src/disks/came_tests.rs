@@ -8,6 +8,7 @@ use godwit_ownership::{Event, PeerMessage, Phase};
 use godwit_types::HostName;
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmRequest};
 use godwit_types::migration::Side;
+use std::path::PathBuf;
 use std::time::Duration;
 
 const KEPT: &str = "root.raw.kept-m";
@@ -44,6 +45,20 @@ fn has_disks(migration: &str) -> PeerMessage {
         cancelled: false,
         has_disks: true,
     }
+}
+
+/// Has nobody see the directory of the images.
+fn hidden(left: &Left) -> (PathBuf, PathBuf) {
+    let at = left.directory.path().to_owned();
+    let away = at.with_extension("away");
+    std::fs::rename(&at, &away).unwrap();
+    std::fs::write(&at, "no directory").unwrap();
+    (at, away)
+}
+
+fn shown_again(at: &Path, away: &Path) {
+    std::fs::remove_file(at).unwrap();
+    std::fs::rename(away, at).unwrap();
 }
 
 /// What this process asks other hosts.
@@ -200,6 +215,24 @@ fn a_vm_that_comes_anew_removes_nothing_of_which_its_source_has_said_nothing() {
 }
 
 #[test]
+fn what_came_to_a_directory_that_is_gone_keeps_no_vm_from_starting() {
+    for whole in [None, Some(2)] {
+        let left = came(whole);
+        let at = left.directory.path();
+        std::fs::rename(at, at.with_extension("away")).unwrap();
+        assert!(
+            !put_aside(&left.paths, Source::Unknown, None)
+                .waits
+                .is_empty()
+        );
+        let settled = super::super::images::settle(&left.paths, Generation(9));
+        std::fs::rename(at.with_extension("away"), at).unwrap();
+        // The names of the others could not be made durable; that is tried again.
+        assert!(settled.is_ok());
+    }
+}
+
+#[test]
 fn of_a_disk_of_which_only_parts_come_one_is_kept_and_not_one_for_each_try() {
     for (whole, refused) in [(None, true), (Some(2), false)] {
         let left = came(whole);
@@ -213,16 +246,35 @@ fn of_a_disk_of_which_only_parts_come_one_is_kept_and_not_one_for_each_try() {
 }
 
 #[test]
-fn a_vm_does_not_come_anew_while_what_came_before_cannot_be_kept() {
+fn a_vm_does_not_come_anew_while_what_came_before_is_out_of_reach() {
     let left = came(Some(2));
     let mut vm = left.open(Phase::Absent);
     let at = left.directory.path();
     let away = at.with_extension("away");
     std::fs::rename(at, &away).unwrap();
     let refused = vm.comes_anew(&host("c")).unwrap_err();
-    assert!(refused.message.contains("cannot be put aside"), "{refused}");
+    assert!(
+        refused.message.contains("is out of reach (No such file"),
+        "{refused}"
+    );
     assert!(left.paths.disks().exists());
     std::fs::rename(&away, at).unwrap();
+    vm.comes_anew(&host("c")).unwrap();
+    assert_eq!(left.files(), [KEPT]);
+}
+
+#[test]
+fn a_vm_does_not_come_anew_while_what_came_before_cannot_be_kept() {
+    let left = came(Some(2));
+    let mut vm = left.open(Phase::Absent);
+    let (at, away) = hidden(&left);
+    let refused = vm.comes_anew(&host("c")).unwrap_err();
+    assert!(
+        refused.message.contains("is out of reach (Not a directory"),
+        "{refused}"
+    );
+    assert!(left.paths.disks().exists());
+    shown_again(&at, &away);
     vm.hear(host("a"), has_disks("m"));
     assert!(left.files().is_empty());
 }
@@ -231,12 +283,10 @@ fn a_vm_does_not_come_anew_while_what_came_before_cannot_be_kept() {
 fn a_host_that_takes_the_vm_without_its_source_does_not_start_while_what_came_cannot_be_kept() {
     for whole in [None, Some(2)] {
         let left = came(whole);
-        let at = left.directory.path();
-        let away = at.with_extension("away");
-        std::fs::rename(at, &away).unwrap();
+        let (at, away) = hidden(&left);
         let settle = || super::super::images::settle(&left.paths, Generation(9));
         assert!(settle().unwrap_err().contains("cannot be put aside"));
-        std::fs::rename(&away, at).unwrap();
+        shown_again(&at, &away);
         assert_eq!(settle(), Ok(()));
         assert_eq!(left.files(), [KEPT]);
     }
@@ -260,7 +310,7 @@ fn what_came_is_not_forgotten_while_its_file_system_is_not_mounted() {
         if source != Source::Unknown {
             continue;
         }
-        assert!(waits[0].contains("is mounted there"), "{waits:?}");
+        assert!(waits[0].contains("is not mounted there"), "{waits:?}");
         put_aside(&left.paths, source, None);
         assert_eq!(left.files(), [CAME]);
     }
@@ -340,15 +390,11 @@ fn what_was_just_made_is_removed_and_nothing_that_came_before() {
 #[test]
 fn what_cannot_be_put_aside_stays_noted_and_nothing_comes_in_its_place() {
     let left = came(Some(2));
-    let (at, away) = (
-        left.directory.path(),
-        left.directory.path().with_extension("away"),
-    );
-    std::fs::rename(at, &away).unwrap();
+    let (at, away) = hidden(&left);
     let aside = put_aside(&left.paths, Source::Gone, None);
-    assert!(aside.waits[0].contains("cannot be put aside (No such file"));
+    assert!(aside.waits[0].contains("cannot be put aside (Not a directory"));
     assert!(aside.must_be_over().is_err() && left.paths.disks().exists());
-    std::fs::rename(&away, at).unwrap();
+    shown_again(&at, &away);
     let aside = put_aside(&left.paths, Source::Gone, None);
     assert!(aside.must_be_over().is_ok());
     assert_eq!(left.files(), [KEPT]);

@@ -14,6 +14,7 @@ use super::left::{Copying, follow, remove_left};
 use super::moving::{begin_copying, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
+use super::there::DiskAlong;
 use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
@@ -309,6 +310,7 @@ impl Served {
                 image: None,
                 known: None,
             },
+            follows: None,
         };
         let moved = self.copy(&mut going);
         if moved.is_ok() {
@@ -436,6 +438,7 @@ impl Served {
         let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
         let source = open_disk_image(&going.spec, going.image).ok();
+        let former = DiskAlong::seen_as(&going.spec, going.image);
         let second = SecondImage::of(&image, source, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
@@ -458,6 +461,15 @@ impl Served {
         });
         named?.sync()?;
         mirror.second.sync()?;
+        let spec = DiskSpec {
+            path: going.place.path.clone(),
+            ..going.spec.clone()
+        };
+        let now = going
+            .copying
+            .image
+            .map(|image| DiskAlong::seen_as(&spec, image));
+        going.follows = former.ok().zip(now.transpose().ok().flatten());
         Ok((mirror, image))
     }
 

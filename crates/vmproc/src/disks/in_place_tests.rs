@@ -87,6 +87,7 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
             image: None,
             known: None,
         },
+        follows: None,
     }
 }
 

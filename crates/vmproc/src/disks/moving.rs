@@ -6,7 +6,7 @@
 
 use super::images::{give_names, keep_names};
 use super::served::{Arrival, Served};
-use super::there::DiskAlong;
+use super::there;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
@@ -45,6 +45,8 @@ struct Along {
     image: (u64, u64),
     bytes: u64,
     course: Course,
+    /// How often storage had failed its guest when this began.
+    faults: u64,
 }
 
 /// The disks that go along with a VM that leaves.
@@ -82,14 +84,21 @@ impl Disks {
             synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
-        let known = |disk: &DiskSpec| self.0.known_of(&what, &disk.name);
-        let with = along
-            .iter()
-            .map(|(_, (disk, image))| DiskAlong::of(disk, **image, known(disk).as_ref()));
-        let with = with.collect();
+        let of = |(_, (disk, image)): &(usize, (&DiskSpec, &(u64, u64)))| {
+            (DiskSpec::clone(disk), **image)
+        };
+        let with = there::seen(along.iter().map(of).collect());
+        if let Err(why) = &with {
+            tracing::warn!(
+                why,
+                "should this migration fail, its destination is not told that the disks are here, and keeps what came"
+            );
+        }
         self.0.change(|what| {
             what.leaving = Some(spec.id.clone());
-            what.note_along(&spec.id, with);
+            if let Ok(with) = with {
+                what.note_along(&spec.id, with);
+            }
         })?;
         let (disks, pace) = (lock(&self.0.disks), Pace::at_most(cap_bytes_per_s));
         for (index, (disk, image)) in along {
@@ -112,6 +121,7 @@ impl Disks {
                 image: *image,
                 bytes: named.bytes,
                 course,
+                faults: self.0.faults(index),
             });
         }
         Ok(Some(source))
@@ -336,7 +346,8 @@ impl SourceDisks {
             if course.is_unreadable() {
                 served.note_read(&disk.spec.path, false);
             } else if course.is_synchronised() {
-                served.note_read(&disk.spec.path, true);
+                let place = (usize::from(disk.place), &*disk.spec.path);
+                served.note_whole(place, disk.faults);
             }
         }
     }
@@ -346,6 +357,11 @@ impl SourceDisks {
 impl Drop for SourceDisks {
     fn drop(&mut self) {
         self.disks.iter().for_each(|disk| disk.course.give_up());
+        // Whatever ended it first.
+        let mut disks = self.disks.iter();
+        if disks.any(|disk| disk.course.is_unreadable()) {
+            self.note_read();
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use super::in_place::Moves;
 use super::keeping::Keeping;
 use super::left::{Copying, Left};
 use super::moving::Filling;
-use super::there::WentAlong;
+use super::there::{WentAlong, looks};
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name};
 use crate::adoption::lock;
 use crate::faults::planted;
@@ -366,7 +366,7 @@ impl Served {
     /// Whether a thread of this process may be in the hands of storage.
     pub(super) fn waits_for_storage(&self) -> bool {
         let mut tried = self.is_tried.iter();
-        tried.any(|is_tried| is_tried.load(Ordering::SeqCst)) || self.keeping.is_busy()
+        tried.any(|is_tried| is_tried.load(Ordering::SeqCst)) || self.keeping.is_busy() || looks()
     }
 
     fn set_tried(&self, index: usize) {

@@ -47,6 +47,8 @@ pub(super) struct Going<'a> {
     pub spec: DiskSpec,
     pub image: (u64, u64),
     pub copying: Copying,
+    /// The disk with its former image and with this one; nothing where either could not be looked at.
+    pub follows: Option<(DiskAlong, DiskAlong)>,
 }
 
 /// What was written before a switch, and what was known of the disk's image.
@@ -227,6 +229,7 @@ impl Served {
     /// From here on the second image is the disk.
     fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
+        self.note_failures();
         // What is not written down yet counts, too.
         let known = self.known_of(&self.what(), &place.disk);
         self.keep_no_more(&place.disk);
@@ -248,9 +251,9 @@ impl Served {
             }
             let known = going.copying.known.iter();
             known.for_each(|known| what.know(known.clone()));
-            if let (Some(disk), Some(image)) = (what.disks.get(index), going.copying.image) {
-                let now = DiskAlong::of(disk, image, going.copying.known.as_ref());
-                what.follow_along(&going.spec.path, &now);
+            what.unread.retain(|path| *path != place.path);
+            if let Some((before, now)) = &going.follows {
+                what.follow_along(before, now);
             }
         });
         written.map_err(|error| error.message)

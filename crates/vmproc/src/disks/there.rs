@@ -1,25 +1,32 @@
 //! Whether this host has the disks that went along with a migration which it ended: the other host removes its own copy for that word.
 //!
-//! Each such migration is in `disks.json` with the images that its disks had, which follow a disk that moves on this host. Those whose disks went on
-//! wholly with a later migration are in a file of their own, since `disks.json` goes with them. Owns that file. Refuses: to count an image
-//! as there that may be another one than the disk had, or that could not be read.
+//! Each such migration is in `disks.json` with what its images said of themselves then; that follows a disk that moves on this host. Those whose disks
+//! went on wholly with a later migration are in a file of their own, since `disks.json` goes with them. All looks are made by one thread at a time:
+//! storage may hang. Owns that file. Refuses: to count an image as there that may be another one than the disk had, that is shorter, or that cannot be read.
 
-use super::entry::Entry;
-use super::former::{Former, Is, is_device};
-use super::moving::open_disk_image;
+use super::Disks;
+use super::activity::Gauge;
+use super::entry::{Entry, Found};
+use super::former::{Says, said_by};
+use super::moving;
 use super::served::{Served, ServedDisks};
-use super::{Disks, moving};
 use crate::files::Paths;
-use godwit_ownership::{ImageId, KnownImage};
+use godwit_ownership::KnownImage;
+use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::MigrationId;
+use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{Advice, fadvise};
+use rustix::fs::{Advice, SeekFrom, fadvise, seek};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use std::fmt::Display;
+use std::fs::File;
 use std::io;
-use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// So many migrations are remembered, the newest.
@@ -27,7 +34,11 @@ const KEPT: usize = 64;
 /// From so many places of an image something is read, so much each time, and no longer is waited for it.
 const PLACES: u64 = 8;
 const PLACE_BYTES: usize = 4096;
-const READ_WAIT: Duration = Duration::from_secs(2);
+const LOOK_WAIT: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 2 });
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+/// Why another host was not told last that the disks are here.
+static SAID: Mutex<String> = Mutex::new(String::new());
 
 /// The disks that went along with a migration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,30 +54,46 @@ pub(super) struct WentAlong {
 pub(super) struct DiskAlong {
     pub disk: String,
     pub path: String,
-    /// What the image says of itself; where it says nothing,
+    /// What the image says of itself; where it can say nothing,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<ImageId>,
+    pub says: Option<KnownImage>,
     /// it is known by device and inode,
     pub identity: (u64, u64),
     /// which mean something in the boot in which they were noted.
     pub boot: String,
+    pub bytes: u64,
 }
 
 impl DiskAlong {
-    pub(super) fn of(spec: &DiskSpec, identity: (u64, u64), known: Option<&KnownImage>) -> Self {
+    /// As the image is now, and that.
+    fn seen(disk: &str, path: &str) -> io::Result<(File, Self)> {
+        let (file, says) = open(Path::new(path))?;
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-        Self {
-            disk: spec.name.clone(),
-            path: spec.path.clone(),
-            image: known.map(|known| known.image.clone()),
-            identity,
+        let seen = Self {
+            disk: disk.to_owned(),
+            path: path.to_owned(),
+            says,
+            identity: identity_of_open(&file)?,
             boot: boot.unwrap_or_default().trim().to_owned(),
+            bytes: seek(&file, SeekFrom::End(0))?,
+        };
+        Ok((file, seen))
+    }
+
+    /// The same of a disk whose image QEMU has open; fails where another file has its name.
+    pub(super) fn seen_as(spec: &DiskSpec, image: (u64, u64)) -> Result<Self, String> {
+        let told = |why: &dyn Display| format!("disk '{}', {}: {why}", spec.name, spec.path);
+        let seen = Self::seen(&spec.name, &spec.path);
+        let (_, seen) = seen.map_err(|error| told(&error))?;
+        match seen.identity == image {
+            true => Ok(seen),
+            false => Err(told(&"it is another file than the guest's")),
         }
     }
 
     fn is_same(&self, other: &Self) -> bool {
-        let is_same_image = match (&self.image, &other.image) {
-            (Some(image), Some(other)) => image == other,
+        let is_same_image = match (&self.says, &other.says) {
+            (Some(says), Some(other)) => says.image == other.image,
             (None, None) => {
                 let is_one_boot = !self.boot.is_empty() && self.boot == other.boot;
                 self.identity == other.identity && is_one_boot
@@ -75,6 +102,65 @@ impl DiskAlong {
         };
         is_same_image && (&self.disk, &self.path) == (&other.disk, &other.path)
     }
+
+    /// Whether this is the disk with that image now, with what this host knows of it, and with the file that QEMU has, if one has it.
+    fn is_there(&self, known: Option<&KnownImage>, open: Option<(u64, u64)>) -> Result<(), String> {
+        let seen = Self::seen(&self.disk, &self.path);
+        let (file, now) = seen.map_err(|error| error.to_string())?;
+        if open.is_some_and(|image| image != now.identity) || !now.is_same(self) {
+            return Err("it is another image than the one that went along".to_owned());
+        }
+        let is_older = |says: &KnownImage| {
+            let known = known.filter(|known| known.image == says.image);
+            known.is_some_and(|known| says.taken < known.taken)
+        };
+        if now.says.as_ref().is_some_and(is_older) {
+            return Err("it is an older copy".to_owned());
+        }
+        if now.bytes < self.bytes {
+            let (bytes, then) = (now.bytes, self.bytes);
+            return Err(format!("it has {bytes} bytes, and had {then}"));
+        }
+        read_places(&file, now.bytes).map_err(|error| error.to_string())
+    }
+}
+
+/// An image, and what it says of itself: nothing where it can say nothing.
+fn open(path: &Path) -> io::Result<(File, Option<KnownImage>)> {
+    if is_device_path(&path.to_string_lossy()) {
+        return Ok((open_to_look(&path.canonicalize()?)?, None));
+    }
+    let (found, entry) = Entry::looked_at(path)?;
+    if !matches!(found, Found::File(_)) {
+        return Err(io::Error::other("it is no file"));
+    }
+    let says = match said_by(&entry)? {
+        Says::This(says) => Some(says),
+        Says::Nothing | Says::Cannot => None,
+    };
+    Ok((entry.open()?, says))
+}
+
+/// What the kernel has of it in memory says nothing of the storage, and neither does a hole.
+fn read_places(image: &File, bytes: u64) -> io::Result<()> {
+    fadvise(image, 0, None, Advice::DontNeed)?;
+    fadvise(image, 0, None, Advice::Random)?;
+    let mut buffer = [0; PLACE_BYTES];
+    for place in 0..PLACES {
+        let from = bytes / PLACES * place;
+        let at = match seek(image, SeekFrom::Data(from)) {
+            Ok(at) => at,
+            // Holes up to its end.
+            Err(Errno::NXIO) => break,
+            // A device knows of no holes.
+            Err(Errno::INVAL) => from,
+            Err(errno) => return Err(errno.into()),
+        };
+        let at = at - at % PLACE_BYTES as u64;
+        // An image may end before a place does.
+        let _ = image.read_at(&mut buffer, at)?;
+    }
+    Ok(())
 }
 
 impl ServedDisks {
@@ -86,10 +172,10 @@ impl ServedDisks {
         self.along.truncate(KEPT);
     }
 
-    /// A disk has another image of this host from now on.
-    pub(super) fn follow_along(&mut self, former: &str, now: &DiskAlong) {
+    /// A disk has another image of this host from now on. One that had another one already when it went has not: that was not copied.
+    pub(super) fn follow_along(&mut self, before: &DiskAlong, now: &DiskAlong) {
         let all = self.along.iter_mut().flat_map(|along| &mut along.disks);
-        all.filter(|disk| disk.disk == now.disk && disk.path == former)
+        all.filter(|disk| disk.is_same(before))
             .for_each(|disk| disk.clone_from(now));
     }
 
@@ -98,21 +184,18 @@ impl ServedDisks {
         along.find(|along| along.migration == *migration)
     }
 
-    /// The places and images of the disks that went along with a migration, if each is a disk still, with the image that it had.
-    fn those_along(
-        &self,
-        migration: &MigrationId,
-        known: impl Fn(&str) -> Option<KnownImage>,
-    ) -> Option<Vec<(&DiskSpec, (u64, u64))>> {
+    /// The disks that went along with a migration, if each is one still, of which no part is known to be unreadable.
+    fn those_along(&self, migration: &MigrationId) -> Option<Vec<DiskAlong>> {
         let along = self.went_along(migration)?;
-        let now = |then: &DiskAlong| {
-            let mut all = self.disks.iter().zip(&self.images);
-            let (spec, image) = all.find(|(spec, _)| spec.name == then.disk)?;
-            let now = DiskAlong::of(spec, *image, known(&spec.name).as_ref());
-            let is_unread = self.unread.contains(&spec.path);
-            (now.is_same(then) && !is_unread).then_some((spec, *image))
+        let is_disk = |then: &DiskAlong| {
+            let mut disks = self.disks.iter();
+            disks.any(|disk| (&disk.name, &disk.path) == (&then.disk, &then.path))
         };
-        along.disks.iter().map(now).collect()
+        let is_read = |then: &DiskAlong| !self.unread.contains(&then.path);
+        let mut all = along.disks.iter();
+        let are_here = self.arriving.as_ref().is_none_or(|arrival| arrival.is_here);
+        let are_disks = all.all(|then| is_disk(then) && is_read(then));
+        (are_here && are_disks).then(|| along.disks.clone())
     }
 
     /// Notes whether a disk's image could be read wholly.
@@ -129,67 +212,109 @@ pub(crate) fn has_disks_of(paths: &Paths, migration: &MigrationId) -> bool {
     let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) else {
         return false;
     };
+    let disks = what.those_along(migration);
     let known = |disk: &str| what.known.iter().find(|known| known.disk == disk).cloned();
-    let images = what.those_along(migration, known);
-    images.is_some_and(|images| {
-        let mut are_there = images.iter();
-        are_there.all(|(disk, image)| is_there(&what, disk, *image)) && can_read(&images)
+    disks.is_some_and(|disks| {
+        let all = disks.into_iter().map(|then| Asked {
+            known: known(&then.disk),
+            open: None,
+            then,
+        });
+        are_there(all.collect())
     })
 }
 
-fn is_there(what: &ServedDisks, disk: &DiskSpec, image: (u64, u64)) -> bool {
-    let path = Path::new(&disk.path);
-    let former = Former {
-        disk: &disk.name,
-        path,
-        image,
-        known: what.known.iter().find(|known| known.disk == disk.name),
-    };
-    // Which device has a name is looked at when it is read.
-    let looked = Entry::looked_at(path).and_then(|(found, entry)| former.compare(found, &entry));
-    is_device(image) || looked.is_ok_and(|is| is == Is::It)
+/// A disk that is asked for.
+struct Asked {
+    then: DiskAlong,
+    known: Option<KnownImage>,
+    /// The file that QEMU has.
+    open: Option<(u64, u64)>,
 }
 
-/// Whether something can be read all over these images, in time.
-fn can_read(images: &[(&DiskSpec, (u64, u64))]) -> bool {
-    let images: Vec<_> = images
-        .iter()
-        .map(|(disk, image)| (DiskSpec::clone(disk), *image))
-        .collect();
-    let read = move || {
-        images.iter().try_for_each(|(disk, image)| {
-            let file = open_disk_image(disk, *image)?;
-            read_places(&file).map_err(|error| format!("disk '{}': {error}", disk.name))
+/// Looks at all of them, on a thread of its own.
+fn are_there(disks: Vec<Asked>) -> bool {
+    let look = move || {
+        disks.iter().try_for_each(|asked| {
+            let (name, path) = (&asked.then.disk, &asked.then.path);
+            let told = |why| format!("disk '{name}', {path}: {why}");
+            let is_there = asked.then.is_there(asked.known.as_ref(), asked.open);
+            is_there.map_err(told)
         })
     };
-    let until = Instant::now() + READ_WAIT;
-    let read = moving::begin("disk-read", read).and_then(|read| moving::wait(&read, until)?);
-    if let Err(why) = &read {
+    let looked = looked(look).and_then(|looked| looked);
+    let why = looked.err().unwrap_or_default();
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if *said != why && !why.is_empty() {
         tracing::warn!(
             why,
-            "another host that asks is not told that the disks are here"
+            "another host is not told that the VM's disks are here, and keeps its copy"
         );
     }
-    read.is_ok()
+    *said = why;
+    said.is_empty()
 }
 
-/// What the kernel has of them in memory says nothing of the storage.
-fn read_places(image: &std::fs::File) -> io::Result<()> {
-    let bytes = rustix::fs::seek(image, rustix::fs::SeekFrom::End(0))?;
-    let last = bytes.saturating_sub(PLACE_BYTES as u64);
-    let mut buffer = [0; PLACE_BYTES];
-    for place in 0..PLACES {
-        let at = last / (PLACES - 1) * place;
-        fadvise(
-            image,
-            at,
-            NonZeroU64::new(PLACE_BYTES as u64),
-            Advice::DontNeed,
-        )?;
-        // A file of less than a place ends before.
-        let _ = image.read_at(&mut buffer, at)?;
+/// Looks at images, once no other thread does.
+fn looked<T: Send + 'static>(look: impl FnOnce() -> T + Send + 'static) -> Result<T, String> {
+    looked_alone((is_looking(), LOOK_WAIT), look)
+}
+
+fn looked_alone<T: Send + 'static>(
+    (looks, patience): (&'static AtomicBool, Duration),
+    look: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
+    let until = Instant::now() + patience;
+    while looks.swap(true, Ordering::SeqCst) {
+        if Instant::now() >= until {
+            return Err("its storage has not answered yet".to_owned());
+        }
+        std::thread::sleep(LOOK_AGAIN);
     }
-    Ok(())
+    let turn = Turn(looks);
+    let begun = moving::begin("disk-look", move || {
+        let _turn = turn;
+        look()
+    });
+    moving::wait(&begun?, until)
+}
+
+/// No other thread looks at images until this is dropped.
+struct Turn(&'static AtomicBool);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Whether a thread of this process looks at images: another one would wait for the same storage.
+#[cfg(not(test))]
+fn is_looking() -> &'static AtomicBool {
+    static LOOKS: AtomicBool = AtomicBool::new(false);
+    &LOOKS
+}
+
+/// In a test each thread stands for a process.
+#[cfg(test)]
+fn is_looking() -> &'static AtomicBool {
+    thread_local!(static LOOKS: &'static AtomicBool = Box::leak(Box::default()));
+    LOOKS.with(|looks| *looks)
+}
+
+/// Whether a thread of this process may be in the hands of storage.
+pub(super) fn looks() -> bool {
+    is_looking().load(Ordering::SeqCst)
+}
+
+/// How these disks are now, with the files that QEMU has; fails where one cannot be looked at, or storage does not answer.
+pub(super) fn seen(disks: Vec<(DiskSpec, (u64, u64))>) -> Result<Vec<DiskAlong>, String> {
+    looked(move || {
+        let seen = disks
+            .iter()
+            .map(|(disk, image)| DiskAlong::seen_as(disk, *image));
+        seen.collect()
+    })?
 }
 
 impl Disks {
@@ -198,9 +323,23 @@ impl Disks {
         let served = &self.0;
         served.note_failures();
         let what = served.what();
-        let is_here = what.arriving.as_ref().is_none_or(|arrival| arrival.is_here);
-        let images = what.those_along(migration, |disk| served.known_of(&what, disk));
-        is_here && served.missing().is_empty() && images.is_some_and(|images| can_read(&images))
+        let Some(disks) = what.those_along(migration) else {
+            return false;
+        };
+        let missing = served.missing().into_iter();
+        let mut missing = missing.filter_map(|place| what.disks.get(place));
+        let is_missing = missing.any(|spec| disks.iter().any(|disk| disk.disk == spec.name));
+        let asked = |then: DiskAlong| {
+            let mut all = what.disks.iter().zip(&what.images);
+            let (_, image) = all.find(|(spec, _)| spec.name == then.disk)?;
+            Some(Asked {
+                known: served.known_of(&what, &then.disk),
+                open: Some(*image),
+                then,
+            })
+        };
+        let asked: Option<Vec<_>> = disks.into_iter().map(asked).collect();
+        !is_missing && asked.is_some_and(are_there)
     }
 }
 
@@ -216,8 +355,21 @@ impl Served {
         }
     }
 
+    /// How often storage has failed the guest on the disk at this place.
+    pub(super) fn faults(&self, place: usize) -> u64 {
+        self.gauges.get(place).map_or(0, Gauge::faults)
+    }
+
+    /// All of an image was read, and storage had failed so often when that began: what failed before has been mended since.
+    pub(super) fn note_whole(&self, (place, path): (usize, &str), faults: u64) {
+        self.note_failures();
+        if self.faults(place) == faults {
+            self.note_read(path, true);
+        }
+    }
+
     /// Storage that has failed a guest since this was called last has not all of the disk.
-    fn note_failures(&self) {
+    pub(super) fn note_failures(&self) {
         for (gauge, disk) in self.gauges.iter().zip(&self.what().disks) {
             if gauge.has_failed_since() {
                 self.note_read(&disk.path, false);

@@ -25,21 +25,25 @@ fn says_so(vm: &mut Vm) -> bool {
     replies.iter().any(has_disks)
 }
 
+fn off(left: &Left) -> bool {
+    says_so(&mut left.open(holds(Power::Off)))
+}
+
 fn along(left: &Left) -> Vec<DiskAlong> {
-    let what = &left.what;
-    let all = what.disks.iter().zip(&what.images);
-    let known = |disk: &DiskSpec| what.known.iter().find(|known| known.disk == disk.name);
-    all.map(|(disk, image)| DiskAlong::of(disk, *image, known(disk)))
-        .collect()
+    let all = left.what.disks.iter();
+    let seen = all.map(|disk| DiskAlong::seen(&disk.name, &disk.path).unwrap().1);
+    seen.collect()
 }
 
 fn write(left: &Left) {
     save_json(&left.paths.disks(), &left.what).unwrap();
 }
 
-/// The source of migration `m`, which has failed.
-fn source(files: &[&str]) -> Left {
-    let mut left = Left::with(None, Some("m"), files);
+/// The source of migration `m`, which has failed. Its image has been taken so often.
+fn source(taken: Option<u64>) -> Left {
+    let mut left = Left::with(None, Some("m"), &[IMAGE]);
+    let path = left.directory.path().join(IMAGE);
+    left.what.known = taken.map(|taken| say(&path, taken)).into_iter().collect();
     let disks = along(&left);
     left.what.note_along(&id("m"), disks);
     write(&left);
@@ -48,7 +52,7 @@ fn source(files: &[&str]) -> Left {
 
 #[test]
 fn a_source_that_is_off_has_the_disks_while_each_image_is_the_one_that_it_had() {
-    let left = source(&[IMAGE]);
+    let left = source(None);
     let mut vm = left.open(holds(Power::Off));
     assert!(says_so(&mut vm));
     // Its data disk is not mounted.
@@ -64,31 +68,34 @@ fn a_source_that_is_off_has_the_disks_while_each_image_is_the_one_that_it_had() 
     std::fs::remove_dir_all(at).unwrap();
     std::fs::rename(&away, at).unwrap();
     assert!(says_so(&mut vm));
+    std::fs::write(at.join(IMAGE), "").unwrap();
+    assert!(!says_so(&mut vm), "an image that was emptied");
 }
 
 #[test]
-fn an_image_that_is_an_older_copy_of_the_disk_is_not_the_disk() {
-    let mut left = source(&[IMAGE]);
+fn an_image_that_is_an_older_copy_or_says_nothing_any_more_is_not_the_disk() {
+    let left = source(Some(3));
     let path = left.directory.path().join(IMAGE);
-    left.what.known = vec![say(&path, 3)];
-    let disks = along(&left);
-    left.what.note_along(&id("m"), disks);
-    write(&left);
     let mut vm = left.open(holds(Power::Off));
     assert!(says_so(&mut vm));
     say(&path, 2);
+    assert!(!says_so(&mut vm));
+    say(&path, 3);
+    assert!(says_so(&mut vm));
+    // It was put back from a copy without attributes, and has the same number.
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    godwit_blockio::holder::forget(std::os::fd::AsFd::as_fd(&file)).unwrap();
     assert!(!says_so(&mut vm));
 }
 
 #[test]
 fn a_source_that_could_not_read_all_of_an_image_does_not_say_that_it_has_the_disks() {
-    let mut left = source(&[IMAGE]);
+    let mut left = source(None);
     let path = left.what.disks[0].path.clone();
     for (unread, has) in [(path, false), ("/another/image".to_owned(), true)] {
         left.what.unread = vec![unread];
         write(&left);
-        let mut vm = left.open(holds(Power::Off));
-        assert_eq!(says_so(&mut vm), has);
+        assert_eq!(off(&left), has);
         // The next QEMU's record has it, too.
         let kept = super::super::left::kept(&left.paths, &left.what.disks);
         assert_eq!(kept.unread.is_empty(), has);
@@ -100,35 +107,34 @@ fn a_source_that_could_not_read_all_of_an_image_does_not_say_that_it_has_the_dis
 fn the_disks_of_a_vm_that_has_others_by_now_are_not_those_that_went_along() {
     // It was put back from an older copy, or was made anew under its name.
     let left = Left::with(None, None, &[IMAGE]);
-    assert!(!says_so(&mut left.open(holds(Power::Off))));
+    assert!(!off(&left));
     // A person took a disk away from it, whose storage had died.
-    let mut left = source(&[IMAGE]);
+    let mut left = source(None);
     let data = DiskAlong {
         disk: "data".to_owned(),
         ..along(&left)[0].clone()
     };
     left.what.along[0].disks.push(data);
     write(&left);
-    assert!(!says_so(&mut left.open(holds(Power::Off))));
+    assert!(!off(&left));
     // Or gave it another image.
-    let mut left = source(&[IMAGE]);
+    let mut left = source(None);
     left.what.along[0].disks[0].path.push_str(".old");
     write(&left);
-    assert!(!says_so(&mut left.open(holds(Power::Off))));
+    assert!(!off(&left));
 }
 
 #[test]
 fn disks_that_went_on_wholly_with_a_later_migration_are_needed_nowhere_else() {
     for (with_all, has) in [(true, true), (false, false)] {
-        let mut left = source(&[IMAGE]);
-        let mut disks = along(&left);
+        let mut left = source(None);
+        let disks = along(&left);
         if !with_all {
             left.what.along[0].disks.push(DiskAlong {
                 disk: "data".to_owned(),
                 ..disks[0].clone()
             });
         }
-        disks[0].disk = "root".to_owned();
         left.what.note_along(&id("later"), disks);
         left.what.leaving = Some(id("later"));
         write(&left);
@@ -145,30 +151,34 @@ fn disks_that_went_on_wholly_with_a_later_migration_are_needed_nowhere_else() {
 }
 
 #[test]
-fn a_disk_that_moved_on_its_host_is_the_one_that_went_along() {
-    let mut left = source(&[IMAGE]);
-    let former = left.what.disks[0].path.clone();
-    let now = left.directory.path().join("moved.raw");
-    std::fs::write(&now, "moved").unwrap();
-    left.what.disks[0].path = now.to_str().unwrap().to_owned();
-    left.what.images = vec![identity_of(&now)];
-    write(&left);
-    assert!(!says_so(&mut left.open(holds(Power::Off))));
-    let moved = along(&left).remove(0);
-    left.what.follow_along(&former, &moved);
-    write(&left);
-    assert!(says_so(&mut left.open(holds(Power::Off))));
-}
-
-fn identity_of(path: &Path) -> (u64, u64) {
-    godwit_qemu::disk::identity_of(path).unwrap().unwrap()
+fn a_disk_that_moved_on_its_host_is_the_one_that_went_along_if_it_was_that_before() {
+    for is_replaced in [false, true] {
+        let mut left = source(Some(3));
+        let path = left.directory.path().join(IMAGE);
+        if is_replaced {
+            // A person put a backup there, which was taken as it is.
+            std::fs::remove_file(&path).unwrap();
+            std::fs::write(&path, "an older one").unwrap();
+        }
+        let before = along(&left).remove(0);
+        let now = left.directory.path().join("moved.raw");
+        std::fs::write(&now, "the moved one").unwrap();
+        left.what.disks[0].path = now.to_str().unwrap().to_owned();
+        left.what.known.clear();
+        write(&left);
+        assert!(!off(&left));
+        let moved = along(&left).remove(0);
+        left.what.follow_along(&before, &moved);
+        write(&left);
+        assert_eq!(off(&left), !is_replaced);
+    }
 }
 
 #[test]
 fn a_number_that_means_nothing_since_a_boot_tells_no_image() {
-    let spec = DiskSpec::new("root", "/dev/sdb");
-    let then = DiskAlong::of(&spec, (0x810, 0), None);
-    assert!(then.is_same(&DiskAlong::of(&spec, (0x810, 0), None)));
+    let left = source(None);
+    let then = along(&left).remove(0);
+    assert!(then.is_same(&along(&left)[0]));
     let before = DiskAlong {
         boot: "earlier".to_owned(),
         ..then.clone()
@@ -179,4 +189,21 @@ fn a_number_that_means_nothing_since_a_boot_tells_no_image() {
         ..then
     };
     assert!(!never.is_same(&never.clone()));
+}
+
+#[test]
+fn one_thread_looks_at_images_however_often_others_ask() {
+    const A_MOMENT: Duration = Duration::from_millis(20);
+    static LOOKS_HERE: AtomicBool = AtomicBool::new(false);
+    let (answer, answers) = std::sync::mpsc::channel::<()>();
+    let hangs = looked_alone((&LOOKS_HERE, A_MOMENT), move || answers.recv());
+    assert!(hangs.is_err(), "nobody waits for ever");
+    let second = looked_alone((&LOOKS_HERE, A_MOMENT), || ());
+    assert!(second.is_err_and(|why| why.contains("has not answered yet")));
+    assert!(LOOKS_HERE.load(Ordering::SeqCst));
+    drop(answer);
+    while LOOKS_HERE.load(Ordering::SeqCst) {
+        std::thread::yield_now();
+    }
+    assert_eq!(looked_alone((&LOOKS_HERE, LOOK_WAIT), || 1), Ok(1));
 }
