@@ -83,6 +83,11 @@ impl Gauge {
         self.counts.faults.load(Ordering::Relaxed)
     }
 
+    #[cfg(test)]
+    pub(super) fn count_fault(&self) {
+        self.counts.faults.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Whether storage has failed it since this was asked last.
     pub(super) fn has_failed_since(&self) -> bool {
         let faults = self.faults();

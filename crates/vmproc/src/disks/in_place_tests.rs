@@ -1,5 +1,6 @@
 //! Who serves a disk while it is written down that its second image is the disk.
 
+use super::super::there;
 use super::*;
 use crate::testing::{LONG, Site, apart};
 use godwit_guestmem::RamFile;
@@ -7,7 +8,7 @@ use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_qemu::user::User;
 use godwit_store::load_json;
 use godwit_testkit::testvol::Volume;
-use godwit_types::Generation;
+use godwit_types::{Generation, MigrationId};
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -190,4 +191,39 @@ fn a_second_image_that_fails_after_it_was_written_down_is_taken_back_and_the_dis
             disks.end();
         });
     });
+}
+
+#[test]
+fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fails() {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let (before, place) = image_and_place(directory.path());
+    let disks = served_with(&site, &before);
+    let (served, migration) = (&disks.0, MigrationId::new("m").unwrap());
+    let what = served.what();
+    let along = there::seen(vec![(what.disks[0].clone(), what.images[0])]).unwrap();
+    served
+        .change(|what| what.note_along(&migration, along))
+        .unwrap();
+    let is_there = || disks.have_those_of(&migration);
+    assert!(is_there());
+    let mut going = going_to(&place, &what);
+    let (mirror, image) = went(served.make_equal(&mut going));
+    went(served.go_over(&going, &mirror, image));
+    assert!(is_there());
+    let faults = served.faults(0);
+    served.gauges[0].count_fault();
+    assert!(!is_there());
+    // What failed after its part was read is not mended by the rest.
+    served.note_whole((0, &place.path), faults);
+    assert!(!is_there());
+    served.note_whole((0, &place.path), served.faults(0));
+    assert!(is_there());
+    // QEMU has the file that had this name.
+    let aside = directory.path().join("aside");
+    std::fs::rename(&place.path, &aside).unwrap();
+    std::fs::copy(&aside, &place.path).unwrap();
+    assert!(!is_there());
+    std::fs::rename(&aside, &place.path).unwrap();
+    assert!(is_there());
+    disks.end();
 }

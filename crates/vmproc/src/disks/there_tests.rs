@@ -207,3 +207,14 @@ fn one_thread_looks_at_images_however_often_others_ask() {
     }
     assert_eq!(looked_alone((&LOOKS_HERE, LOOK_WAIT), || 1), Ok(1));
 }
+
+#[test]
+fn an_image_of_which_a_place_cannot_be_read_is_not_there() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join(IMAGE);
+    std::fs::write(&path, [7; 3 * PLACE_BYTES]).unwrap();
+    let bytes = 3 * PLACE_BYTES as u64;
+    read_places(&File::open(&path).unwrap(), bytes).unwrap();
+    // What has been opened and gives no bytes.
+    assert!(read_places(&File::open(directory.path()).unwrap(), bytes).is_err());
+}
