@@ -31,15 +31,18 @@ use crate::supervisor::{Supervised, Supervisor};
 use crate::system::{System, interfaces};
 use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
+use godwit_ownership::PeerMessage;
 use godwit_rpc::{Identity, Revocations};
 use godwit_site::HostSite;
 use godwit_types::certificate::CertificateDates;
 use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{PeerEnvelope, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::migration::Side;
 use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use serde::Deserialize as _;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -346,6 +349,22 @@ impl Agent {
         let (records, name) = (self.records.clone(), name.clone());
         let answered = tokio::task::spawn_blocking(move || records.answer(&name, from, message));
         answered.await.map_err(took_too_long)?
+    }
+
+    /// Whether the destination of a migration that went from here asks whether this host has the VM's disks. A VM process alone can tell.
+    fn is_asked_for_disks(
+        &self,
+        vm: &VmName,
+        from: &HostName,
+        message: &serde_json::Value,
+    ) -> bool {
+        let message = PeerMessage::deserialize(message);
+        let message = message.ok().filter(PeerMessage::asks_for_disks);
+        let Some(PeerMessage::AskGift { migration, .. }) = message else {
+            return false;
+        };
+        let report = self.reports.read(vm, &migration).ok().flatten();
+        report.is_some_and(|report| report.side == Side::Source && report.to == *from)
     }
 
     /// Who speaks, and who is spoken to, are the hosts that they say: not a copy of one's disk, on which a handover stands

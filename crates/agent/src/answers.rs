@@ -3,13 +3,10 @@
 //! Part of [`Records`]. Refuses: what is no ownership message, one about a VM whose process is being started, and to
 //! begin a record at another host's word where there are [`PEERS_VMS_MAX`] already, or where the answer needs none.
 
-use crate::agent::Agent;
 use crate::life::phase_wants_process;
 use crate::records::{PEERS_VMS_MAX, Records, internal, or_absent, stored};
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Qemu, VmCore};
-use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
-use serde::Deserialize as _;
 
 impl Records {
     /// Answers another host's message about a VM that has no VM process here.
@@ -83,26 +80,6 @@ impl Records {
             replies.extend(reply(action, from));
         })?;
         Ok(replies)
-    }
-}
-
-impl Agent {
-    /// Whether the destination of a migration that went from here asks whether this host has the VM's disks. A VM process alone can tell.
-    pub(crate) fn is_asked_for_disks(
-        &self,
-        vm: &VmName,
-        from: &HostName,
-        message: &serde_json::Value,
-    ) -> bool {
-        let Ok(message) = PeerMessage::deserialize(message) else {
-            return false;
-        };
-        let PeerMessage::AskGift { migration, .. } = &message else {
-            return false;
-        };
-        let report = self.reports.read(vm, migration).ok().flatten();
-        let is_theirs = |report: MigrationReport| report.side == Side::Source && report.to == *from;
-        message.asks_for_disks() && report.is_some_and(is_theirs)
     }
 }
 

@@ -13,6 +13,7 @@ use rustix::fs::inotify;
 use rustix::io::Errno;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -246,6 +247,17 @@ fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_e
     assert_eq!(site.finished(), [0; 0]);
 }
 
+/// Two images of one host, the first of which is being copied to the second.
+fn mirrored((from, to): (&Path, &Path)) -> (Course, SecondImage, Stack<Engine>) {
+    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+    let course = Course::default();
+    let second = SecondImage::of(&open(to), None, &course).unwrap();
+    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+    let stack = Stack::new(vec![Box::new(mirroring)], Engine::new(open(from)).unwrap());
+    course.begin(None);
+    (course, second, stack)
+}
+
 /// Whether anybody has read this file since the watch began, or was asked last.
 fn was_read(watch: &OwnedFd) -> bool {
     match rustix::io::read(watch, &mut [0; 512]) {
@@ -259,13 +271,7 @@ fn was_read(watch: &OwnedFd) -> bool {
 fn what_is_read_while_a_disk_is_mirrored_comes_from_the_source_and_the_destination_is_not_asked() {
     let (from, to) = (volume(BYTES), volume(BYTES));
     std::fs::write(&from.path, vec![7; BYTES as usize]).unwrap();
-    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
-    let course = Course::default();
-    let second = SecondImage::of(&open(&to.path), None, &course).unwrap();
-    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
-    let engine = Engine::new(open(&from.path)).unwrap();
-    let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
-    course.begin(None);
+    let (course, second, mut stack) = mirrored((&from.path, &to.path));
     let began = Instant::now();
     while !course.is_synchronised() || second.under_way_bytes() > 0 {
         assert!(began.elapsed() < LONG, "they are never equal");
@@ -292,13 +298,7 @@ fn what_is_read_while_a_disk_is_mirrored_comes_from_the_source_and_the_destinati
 #[test]
 fn a_bound_image_has_all_that_is_answered() {
     let (from, to) = (volume(BYTES), volume(BYTES));
-    let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
-    let course = Course::default();
-    let second = SecondImage::of(&open(&to.path), None, &course).unwrap();
-    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
-    let engine = Engine::new(open(&from.path)).unwrap();
-    let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
-    course.begin(None);
+    let (_course, second, mut stack) = mirrored((&from.path, &to.path));
     std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
             let bound = switch_over(

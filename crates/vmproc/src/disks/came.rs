@@ -259,8 +259,6 @@ impl Came<'_> {
             Ok(Some((_, 0))) if self.arrival.whole.is_none() => return remove(Path::new(&path)),
             Ok(Some((_, taken))) => taken,
             Ok(None) if source == Source::Unknown => return remove(Path::new(&path)),
-            // Nothing of it can have another name there.
-            Ok(None) if Entry::at(Path::new(&path)).is_err() => return true,
             Ok(None) => 0,
             Err(error) => return self.stays(&error, aside),
         };
@@ -321,7 +319,11 @@ impl Came<'_> {
         let mut taken = None;
         for number in 1..=NAMES {
             let kept = self.kept_path(number);
-            let (found, entry) = Entry::looked_at(Path::new(&kept))?;
+            let (found, entry) = match Entry::looked_at(Path::new(&kept)) {
+                // Where there is no directory nothing of it has another name.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+                looked => looked?,
+            };
             if found == Found::Nothing {
                 match entry.take_from(came.file_name().unwrap_or_default()) {
                     Ok(()) => {

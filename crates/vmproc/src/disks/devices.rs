@@ -51,10 +51,15 @@ pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
     if devices.is_empty() {
         return;
     }
-    let is_new = |before: &Left| devices.iter().all(|left| left.path != before.path);
-    let before = noted(paths).into_iter().filter(is_new).collect::<Vec<_>>();
-    devices.extend(before);
+    let before = noted(paths);
+    let is_new = |before: &&Left| devices.iter().all(|left| left.path != before.path);
+    let others: Vec<_> = before.iter().filter(is_new).cloned().collect();
+    devices.extend(others);
     devices.truncate(KEPT);
+    // It is noted each time that something of the VM is tried again.
+    if devices == before {
+        return;
+    }
     if let Err(error) = save_json(&paths.former_devices(), &FormerDevices { devices }) {
         tracing::error!(%error, "which block devices were disks of the VM is not written");
     }

@@ -94,9 +94,9 @@ impl Former<'_> {
         let Found::File(found) = found else {
             return Ok(Is::Another);
         };
-        let says = match self.known.map(|_| said_by(entry)).transpose()? {
-            Some(Says::This(says)) => Some(says),
-            Some(Says::Nothing | Says::Cannot) | None => None,
+        let says = match self.known {
+            Some(_) => said_by(entry)?,
+            None => None,
         };
         Ok(match (says, self.known) {
             (Some(says), Some(known)) if is_same(&says, known) => Is::It,
@@ -113,24 +113,15 @@ fn is_same(says: &KnownImage, known: &KnownImage) -> bool {
     (&says.image, says.taken) == (&known.image, known.taken)
 }
 
-/// What a file says of the disk whose image it is.
-#[derive(Debug)]
-pub(super) enum Says {
-    This(KnownImage),
-    /// Nothing that can be read,
-    Nothing,
-    /// or its file system keeps no such words.
-    Cannot,
-}
-
-pub(super) fn said_by(entry: &Entry<'_>) -> io::Result<Says> {
+/// What a file says of the disk whose image it is; nothing where it says nothing that can be read.
+pub(super) fn said_by(entry: &Entry<'_>) -> io::Result<Option<KnownImage>> {
     let file = entry.open()?;
     let held = match holder::read(file.as_fd()) {
-        Err(error) if error.kind() == io::ErrorKind::Unsupported => return Ok(Says::Cannot),
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
         held => held?,
     };
     let record = readable_record(held.as_ref());
-    Ok(record.map_or(Says::Nothing, |record| Says::This(record.known())))
+    Ok(record.map(|record| record.known()))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 use super::Disks;
 use super::activity::Gauge;
 use super::entry::{Entry, Found};
-use super::former::{Says, said_by};
+use super::former::said_by;
 use super::moving;
 use super::served::{Served, ServedDisks};
 use crate::files::Paths;
@@ -134,11 +134,7 @@ fn open(path: &Path) -> io::Result<(File, Option<KnownImage>)> {
     if !matches!(found, Found::File(_)) {
         return Err(io::Error::other("it is no file"));
     }
-    let says = match said_by(&entry)? {
-        Says::This(says) => Some(says),
-        Says::Nothing | Says::Cannot => None,
-    };
-    Ok((entry.open()?, says))
+    Ok((entry.open()?, said_by(&entry)?))
 }
 
 /// What the kernel has of it in memory says nothing of the storage, and neither does a hole.
