@@ -133,9 +133,39 @@ pure() {
     step 'fuzzing' "$built"/godwit-fuzz --runs "$fuzz_runs" --canary
 }
 
+e2e() {
+    "$cargo" test --release --no-fail-fast -p godwit-e2e "$@" -- --test-threads=1 --show-output
+}
+
+# First the cases that measure, or whose guests and links take both processors, one at a time; then the others in two
+# lanes, whose processors would else be idle for a third of the time: cases of whole hosts (what they have in common, the
+# images of Debian, is theirs alone), and all others.
+cases() {
+    local name status=0 apart=() hosts=() others=()
+    e2e --no-run || return
+    for name in crates/e2e/tests/*.rs; do
+        name=${name##*/} name=${name%.rs}
+        case $name in
+            disk_holder | hot_guests | links | moves | soak | stack_disks | stack_distance | stack_hot | stack_many)
+                apart+=(--test "$name")
+                ;;
+            stack_* | stock_*) hosts+=(--test "$name") ;;
+            *) others+=(--test "$name") ;;
+        esac
+    done
+    # An interrupt does not reach what runs in the background.
+    trap 'kill 0' INT
+    e2e --lib --bins "${apart[@]}" || status=$?
+    e2e "${hosts[@]}" >"$logs/hosts" 2>&1 &
+    e2e "${others[@]}" || status=$?
+    wait $! || status=$?
+    cat "$logs/hosts"
+    return "$status"
+}
+
 end_to_end() {
     if [ -d crates/e2e ]; then
-        step 'end to end' "$cargo" test --release --no-fail-fast -p godwit-e2e -- --test-threads=1 --show-output
+        step 'end to end' cases
     else
         skip 'end to end' 'there is no crates/e2e'
     fi

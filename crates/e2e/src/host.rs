@@ -346,7 +346,12 @@ impl Host {
 
     /// Has the VM process become the program that it is, anew.
     pub fn renew(&self) -> anyhow::Result<()> {
-        let program = vm_process_program()?.to_string_lossy().into_owned();
+        self.become_program(&vm_process_program()?)
+    }
+
+    /// Has the VM process become this program.
+    pub fn become_program(&self, program: &Path) -> anyhow::Result<()> {
+        let program = program.to_string_lossy().into_owned();
         match self.ask(&VmRequest::Renew { program }) {
             // It may become it before its answer is out.
             Ok(_) => Ok(()),
@@ -484,26 +489,26 @@ impl Drop for Host {
     }
 }
 
-/// Ends the QEMU whose identity lies in a run directory, which is a test's own.
+/// Ends the QEMU of a run directory, which is a test's own: nobody else's that has the number of one that ended meanwhile.
 pub fn kill_qemu_of(run_dir: &Path) {
-    let identity = std::fs::read_to_string(run_dir.join("qemu.json")).unwrap_or_default();
-    let identity: serde_json::Value = serde_json::from_str(&identity).unwrap_or_default();
-    if let Some(pid) = identity.get("pid").and_then(serde_json::Value::as_i64) {
-        kill_pid(pid as i32);
-    }
+    kill_qemus_with(&format!("{}/qemu/", run_dir.display()));
 }
 
 /// Ends every QEMU whose guest RAM lies in `ram`, a directory of this test alone: also one that a killed VM process
 /// had just started and nobody knows of.
 pub fn kill_qemus_on(ram: &Path) {
-    let Some(ram) = ram.to_str() else { return };
+    kill_qemus_with(&format!("mem-path={}/", ram.display()));
+}
+
+/// Ends every process with these words, of a QEMU alone, on its command line.
+fn kill_qemus_with(words: &str) {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let name = entry.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        if String::from_utf8_lossy(&line).contains(&format!("mem-path={ram}/")) {
+        if String::from_utf8_lossy(&line).contains(words) {
             kill_pid(pid);
         }
     }

@@ -7,6 +7,7 @@ use booted::{LONG, LOOK_EVERY, Site, versions};
 use godwit_testkit::guest::boot_disk;
 use godwit_types::host_api::VmRequest;
 use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -147,17 +148,13 @@ fn a_vm_process_that_cannot_become_another_program_goes_on_as_it_was() -> Result
     let host = &site.pair.a;
     for program in ["/nowhere/godwit", "/etc/passwd"] {
         let before = lines(&site, "this process is not renewed")?;
-        site.ask(&VmRequest::Renew {
-            program: program.into(),
-        })?;
+        host.become_program(Path::new(program))?;
         wait_for_lines(&site, "this process is not renewed", before + 1)?;
         site.goes_on(20)?;
     }
     ensure!(host.starts() == 1 && lines(&site, WENT_ON)? == 0);
     // A program that knows of no such letter ends at once.
-    site.ask(&VmRequest::Renew {
-        program: "/bin/false".into(),
-    })?;
+    host.become_program(Path::new("/bin/false"))?;
     until(|| host.starts() == 2 && host.vm().is_ok())?;
     site.goes_on(20)?;
     site.ask(&VmRequest::Pause)?;
