@@ -12,6 +12,8 @@ use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// A place for the disk beside the one that it has, where QEMU's user may make files.
@@ -198,6 +200,56 @@ fn a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right
             .with_context(|| point.to_owned())?;
         println!("  killed at {point}");
     }
+    Ok(())
+}
+
+/// The copy is from while the disk was being moved: the image that it was moved to was no disk then.
+#[test]
+fn an_older_copy_of_the_state_directory_takes_no_disk_from_a_guest_that_runs() -> Result<()> {
+    for kills in [true, false] {
+        let mut site = Site::local()?;
+        let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+        let (state, directory) = (site.pair.a.state_dir(), tempfile::tempdir()?);
+        let older = directory.path().join("state");
+        does_at(&site.pair.a, "disk-move.copying", "hold")?;
+        begin(&site, &fast)?;
+        site.pair.a.wait_fault(LONG)?;
+        copy_all(&state, &older)?;
+        site.pair.a.release()?;
+        move_ended(&site)?;
+        is_at(&mut site, &fast)?;
+        is_empty_beside(&first, "moved")?;
+        site.goes_on(&site.pair.a, 20)?;
+        site.pair.supervised.store(false, Ordering::SeqCst);
+        let starts = site.pair.a.starts();
+        if kills {
+            site.pair.a.signal_kill()?;
+        }
+        std::fs::remove_dir_all(&state)?;
+        copy_all(&older, &state)?;
+        if !kills {
+            // As an agent that finds it does.
+            site.pair.a.ask(&VmRequest::KeepRecord)?;
+            site.pair.a.signal_kill()?;
+        }
+        site.pair.supervised.store(true, Ordering::SeqCst);
+        disk_site::has_successor(&site.pair.a, starts)?;
+        site.goes_on(&site.pair.a, 20)?;
+        site.is_whole(&site.pair.a)?;
+        is_at(&mut site, &fast)?;
+        // Not even once the guest is gone.
+        site.pair.a.ask(&VmRequest::Stop { force: true })?;
+        ensure!(files_beside(&fast)? == 1 && files_beside(&first)? == 0);
+    }
+    Ok(())
+}
+
+fn copy_all(from: &Path, to: &Path) -> Result<()> {
+    let copied = Command::new("cp")
+        .arg("--archive")
+        .args([from, to])
+        .status()?;
+    ensure!(copied.success(), "{} is not copied", from.display());
     Ok(())
 }
 

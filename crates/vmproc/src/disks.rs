@@ -23,6 +23,7 @@ mod kept;
 mod left;
 mod moving;
 mod note;
+mod record;
 mod resize;
 mod room;
 mod served;
@@ -36,6 +37,7 @@ pub(crate) use history::past_moves;
 pub(crate) use images::{leave, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
+pub(crate) use record::put_back_living;
 pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
@@ -178,9 +180,9 @@ impl Disks {
         Ok(Self(served))
     }
 
-    /// Writes again which images QEMU has: the state directory may have been put back from an older copy.
-    pub(crate) fn keep(&self) -> Result<(), ApiError> {
-        self.0.save()
+    /// Writes again which images QEMU has where the state directory was put back from an older copy.
+    pub(crate) fn keep(&self, spec: Option<&mut VmSpec>) -> Result<(), ApiError> {
+        record::put_back(&self.0.paths, &self.0.what(), spec).map_err(internal)
     }
 
     /// Whether QEMU has any that this process serves.

@@ -112,6 +112,11 @@ impl Paths {
         self.state.join(DISKS_FILE)
     }
 
+    /// The same while that QEMU lives.
+    pub(crate) fn living_disks(&self) -> PathBuf {
+        self.run.join(DISKS_FILE)
+    }
+
     /// Block devices that were the VM's disks here.
     pub(crate) fn former_devices(&self) -> PathBuf {
         self.state.join(FORMER_DEVICES_FILE)

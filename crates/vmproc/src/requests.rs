@@ -11,11 +11,11 @@ use godwit_migrate::why::Why;
 use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
-use godwit_store::save_json;
+use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, VmAnswer, VmStatus};
 use godwit_types::site::{GiftOvertaken, RecordAnswer};
 use godwit_types::version::Build;
-use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use std::time::Instant;
 
@@ -315,9 +315,10 @@ impl Vm {
             if let Some(spec) = &self.spec {
                 save_json(&self.paths.spec(), spec).map_err(internal)?;
             }
-            if let Some(hyper) = &self.hyper {
-                hyper.disks.keep()?;
-            }
+        }
+        if let Some(hyper) = &self.hyper {
+            let mut spec: Option<VmSpec> = load_json(&self.paths.spec()).unwrap_or_default();
+            hyper.disks.keep(spec.as_mut())?;
         }
         self.done("has its record")
     }

@@ -161,6 +161,19 @@ fn a_record_that_was_put_back_under_a_living_process_is_written_again() {
     assert!(site.paths.state.join("vm.json").exists());
 }
 
+#[test]
+fn what_a_guest_has_for_disks_is_written_again_though_the_record_is_the_same() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    assert!(ask(&mut vm, VmRequest::KeepRecord).is_ok());
+    let written = std::fs::read(site.paths.disks()).unwrap();
+    std::fs::write(site.paths.disks(), "of last week").unwrap();
+    assert!(ask(&mut vm, VmRequest::KeepRecord).is_ok());
+    assert_eq!(std::fs::read(site.paths.disks()).unwrap(), written);
+}
+
 // ---- a hypervisor that is taken over ----
 
 #[test]

@@ -8,10 +8,11 @@
 use super::Disks;
 use super::entry::{Entry, Found};
 use super::images::{along, arrival, arriving_path, forget, remove};
+use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
 use crate::hypervisor::internal;
-use godwit_store::{load_json, save_json};
+use godwit_store::load_json;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use serde::{Deserialize, Serialize};
@@ -208,7 +209,7 @@ pub(crate) fn source_is_gone(paths: &Paths) -> Result<(), ApiError> {
     let what: Option<ServedDisks> = load_json(&paths.disks()).map_err(internal)?;
     let Some(mut what) = what else { return Ok(()) };
     note_gone(&mut what);
-    save_json(&paths.disks(), &what).map_err(internal)
+    record::write(paths, &what).map_err(internal)
 }
 
 fn note_gone(what: &mut ServedDisks) {

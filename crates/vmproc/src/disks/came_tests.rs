@@ -5,6 +5,7 @@ use super::*;
 use crate::testing::{ask, migration, open};
 use crate::vm::Vm;
 use godwit_ownership::{Event, PeerMessage, Phase};
+use godwit_store::save_json;
 use godwit_types::HostName;
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmRequest};
 use godwit_types::migration::Side;

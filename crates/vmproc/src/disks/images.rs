@@ -9,10 +9,11 @@ use super::devices;
 use super::entry::Entry;
 use super::former::Former;
 use super::left::{Left, moved, settle_moves};
+use super::record;
 use super::served::ServedDisks;
 use super::there::note_went_on;
 use crate::files::Paths;
-use godwit_store::{load_json, remove_document, save_json};
+use godwit_store::load_json;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeMap;
@@ -42,7 +43,7 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
                 arriving,
                 ..what.clone()
             };
-            save_json(&paths.disks(), &ours).map_err(|error| error.to_string())?;
+            record::write(paths, &ours).map_err(|error| error.to_string())?;
             give_names(&what.disks, &arrival.migration)?;
             tracing::info!(migration = %arrival.migration, "the disks that came with the VM are this host's");
             here(paths, what);
@@ -150,7 +151,7 @@ fn here(paths: &Paths, what: ServedDisks) {
         tracing::error!(%error, "the names of the VM's images may not be durable");
         return;
     }
-    if let Err(error) = save_json(&paths.disks(), what) {
+    if let Err(error) = record::write(paths, what) {
         tracing::error!(%error, "that the VM's disks are here cannot be written");
     }
 }
@@ -171,8 +172,8 @@ pub(super) fn forget(paths: &Paths) {
         false => left,
     };
     let forgotten = match moved(paths) {
-        Ok(Some(what)) => save_json(
-            &paths.disks(),
+        Ok(Some(what)) => record::write(
+            paths,
             &ServedDisks {
                 arriving: None,
                 leaving: None,
@@ -181,7 +182,7 @@ pub(super) fn forget(paths: &Paths) {
                 ..what
             },
         ),
-        _ => remove_document(&paths.disks()),
+        _ => record::remove(paths),
     };
     if let Err(error) = forgotten {
         tracing::warn!(%error, "what disks the VM had is not forgotten");

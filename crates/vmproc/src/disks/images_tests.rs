@@ -5,6 +5,7 @@ use super::*;
 use crate::testing::{Site, holds, open, unconfirmed};
 use godwit_ownership::{Phase, Power};
 use godwit_qemu::disk::identity_of;
+use godwit_store::save_json;
 use godwit_types::HostName;
 use godwit_types::vm::VmSpec;
 

@@ -305,6 +305,7 @@ impl Served {
             spec: spec.clone(),
             image: *image,
             copying: Copying {
+                disk: place.disk.clone(),
                 path: place.path.clone(),
                 beside: format!("{}.moving-{since:x}", place.path),
                 image: None,

@@ -83,6 +83,7 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
         spec: what.disks[0].clone(),
         image: what.images[0],
         copying: Copying {
+            disk: "root".into(),
             path: place.path.clone(),
             beside: format!("{}.moving-1", place.path),
             image: None,

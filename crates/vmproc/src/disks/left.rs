@@ -1,7 +1,7 @@
 //! What moves of disks on this host leave: an image that is not whole, and images that are no disk any more.
 //!
 //! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
-//! what is a disk, a block device, or another file than the one that was left.
+//! what is a disk, or may be one where `disks.json` is an older copy, a block device, or another file than the one that was left.
 //!
 //! A block device that was left has nothing to be done with it, and is looked at no more. But it is still there, with the disk as it was then: so it
 //! stays noted, also when the VM has left ([`super::devices`]), and a description that names it while the VM has its disk elsewhere on this host, as an older copy
@@ -11,6 +11,7 @@ use super::devices;
 use super::entry::{Entry, Found};
 use super::former::{Former, Is, is_device, tell_left};
 use super::images::remove;
+use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
 use crate::faults::reached;
@@ -25,6 +26,9 @@ use std::path::Path;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Copying {
+    /// Which disk, if that is noted.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub disk: String,
     /// The name that it is to have,
     pub path: String,
     /// and the one that it has until it is whole.
@@ -71,8 +75,19 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
             .retain(|left| !(left.followed && is_device(left.image))),
     }
     if let Some(copying) = what.copying.take() {
-        if let Some(left) = copying.out_of_reach() {
-            what.left.extend(left);
+        let may_be_disk = !copying.is_surely_none(&what);
+        if may_be_disk && copying.has_its_name() == Some(Is::It) {
+            let path = &copying.path;
+            tracing::error!(
+                "{path} is left alone: a disk was being moved there, and may be there since, if {} is an older copy. Where the VM starts and shows its disk elsewhere, remove that file",
+                paths.disks().display()
+            );
+            what.copying = Some(copying);
+        } else if let Some(left) = copying.out_of_reach() {
+            what.left.extend(
+                left.into_iter()
+                    .filter(|left| left.path == copying.beside || !may_be_disk),
+            );
         } else if !copying.remove(&what) {
             // It stays noted, and until it can be removed no other disk of the VM moves.
             what.copying = Some(copying);
@@ -139,7 +154,7 @@ pub(super) fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
 }
 
 fn save(paths: &Paths, what: &ServedDisks) -> Result<(), String> {
-    save_json(&paths.disks(), what).map_err(|error| error.to_string())
+    record::write(paths, what).map_err(|error| error.to_string())
 }
 
 /// Has the description say where the disks are, durably. What says a former image, for whatever reason, is from before.
@@ -188,6 +203,27 @@ impl Left {
 }
 
 impl Copying {
+    /// Whether the disk that was being moved has its image still, and so is not this one. What is noted may be an older copy, from before
+    /// the move ended; a block device is there after that, too.
+    fn is_surely_none(&self, what: &ServedDisks) -> bool {
+        let is_meant = |name: &str| self.disk.is_empty() || self.disk == name;
+        let all = what.disks.iter().zip(&what.images);
+        let mut meant = all.filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
+        let is_there = |(disk, image): (&DiskSpec, &(u64, u64))| {
+            let former = Former {
+                disk: &disk.name,
+                path: Path::new(&disk.path),
+                image: *image,
+                known: what.known.iter().find(|known| known.disk == disk.name),
+            };
+            let looked = Entry::looked_at(former.path);
+            let is = looked.and_then(|(found, entry)| former.compare(found, &entry));
+            // A device is not compared.
+            is.is_ok_and(|is| is == Is::It)
+        };
+        meant.all(is_there) && what.images.len() == what.disks.len()
+    }
+
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
     fn out_of_reach(&self) -> Option<[Left; 2]> {
         let image = self.image?;

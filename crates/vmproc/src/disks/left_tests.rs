@@ -55,6 +55,7 @@ impl Dead {
 
     fn copying(&self, image: Option<&str>) -> Copying {
         Copying {
+            disk: "root".into(),
             path: self.path("new"),
             beside: self.path("new.moving-1"),
             image: image.map(|name| self.identity(name)),
@@ -109,6 +110,36 @@ fn an_image_that_was_not_whole_is_removed_under_either_of_its_names_and_no_other
         what.copying = Some(dead.copying(Some("old")));
     });
     assert_eq!(dead.settled().0, ["new", "old"], "'new' is somebody else's");
+}
+
+/// The record is from while the disk was being moved, and the disk has moved since.
+#[test]
+fn an_older_copy_of_the_record_removes_no_disk_that_has_moved_since() {
+    let off_a_device = |_: &Dead, what: &mut ServedDisks| what.images = vec![(0x700, 0)];
+    let gone = |_: &Dead, _: &mut ServedDisks| ();
+    let another = |dead: &Dead, what: &mut ServedDisks| what.images = vec![dead.identity("new")];
+    let cases: [(&[&str], &dyn Fn(&Dead, &mut ServedDisks)); 3] = [
+        (&["new"], &gone),
+        (&["new", "old"], &off_a_device),
+        (&["new", "old"], &another),
+    ];
+    for (files, is_so) in cases {
+        let mut dead = Dead::with(files, |dead, what| {
+            what.copying = Some(dead.copying(Some("new")));
+            is_so(dead, what);
+        });
+        let noted = dead.written().copying;
+        assert_eq!(dead.settled().0, files);
+        assert_eq!(
+            dead.written().copying,
+            noted,
+            "nothing else moves before it is certain"
+        );
+        // A person has removed it.
+        std::fs::remove_file(dead.path("new")).unwrap();
+        dead.settled();
+        assert_eq!(dead.written().copying, None);
+    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use super::keeping::Keeping;
 use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::there::{WentAlong, looks};
-use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name};
+use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
 use crate::adoption::lock;
 use crate::faults::planted;
 use crate::files::Paths;
@@ -26,7 +26,6 @@ use godwit_ownership::KnownImage;
 use godwit_qemu::disk::{identity_of_open, must_be_free};
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
-use godwit_store::save_json;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, check_disk_bytes};
@@ -541,7 +540,7 @@ impl Served {
     }
 
     fn write(&self, what: &ServedDisks) -> Result<(), ApiError> {
-        save_json(&self.paths.disks(), what).map_err(internal)
+        record::write(&self.paths, what).map_err(internal)
     }
 }
 

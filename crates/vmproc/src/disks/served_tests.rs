@@ -46,6 +46,7 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
     let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
     let copying = Copying {
+        disk: "root".into(),
         path: at("new"),
         beside: at("new.moving-1"),
         image: None,
