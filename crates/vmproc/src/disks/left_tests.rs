@@ -115,15 +115,15 @@ fn an_image_that_was_not_whole_is_removed_under_either_of_its_names_and_no_other
 /// The record is from while the disk was being moved, and the disk has moved since.
 #[test]
 fn an_older_copy_of_the_record_removes_no_disk_that_has_moved_since() {
-    let off_a_device = |_: &Dead, what: &mut ServedDisks| what.images = vec![(0x700, 0)];
-    let gone = |_: &Dead, _: &mut ServedDisks| ();
-    let another = |dead: &Dead, what: &mut ServedDisks| what.images = vec![dead.identity("new")];
-    let cases: [(&[&str], &dyn Fn(&Dead, &mut ServedDisks)); 3] = [
-        (&["new"], &gone),
-        (&["new", "old"], &off_a_device),
-        (&["new", "old"], &another),
-    ];
-    for (files, is_so) in cases {
+    type Change = fn(&Dead, &mut ServedDisks);
+    let off_a_device: Change = |_, what| what.images = vec![(0x700, 0)];
+    let gone: Change = |_, _| ();
+    let another: Change = |dead, what| what.images = vec![dead.identity("new")];
+    for (files, is_so) in [
+        (&["new"][..], gone),
+        (&["new", "old"], off_a_device),
+        (&["new", "old"], another),
+    ] {
         let mut dead = Dead::with(files, |dead, what| {
             what.copying = Some(dead.copying(Some("new")));
             is_so(dead, what);
