@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt as _};
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -77,6 +77,28 @@ struct State {
 }
 
 impl Arriving {
+    /// Refuses where the image has another length by now, or lost its name: somebody changed it while it was filled. Why is a
+    /// sentence.
+    pub fn must_be_whole(&self) -> Result<(), String> {
+        let name = self.path.display();
+        let own = self.file.metadata();
+        let own = own.map_err(|error| format!("{name} cannot be looked at: {error}"))?;
+        let named = self.path.symlink_metadata();
+        let who = "see who may write into that directory";
+        if !named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
+            return Err(format!(
+                "{name} is not the image any more that was made there: {who}"
+            ));
+        }
+        match own.len() {
+            length if length == self.bytes => Ok(()),
+            length => Err(format!(
+                "{name} has {length} bytes by now in place of {}: {who}",
+                self.bytes
+            )),
+        }
+    }
+
     /// Fills this image, whose lock is kept for as long as either lives.
     pub fn of(image: &Image) -> Result<Self, Error> {
         let file = image.as_fd().try_clone_to_owned();
@@ -354,6 +376,29 @@ mod tests {
         let refused = later.join().unwrap().unwrap_err().to_string();
         assert!(refused.contains("Input/output error"), "{refused}");
         assert!(arriving.sync().is_err());
+    }
+
+    #[test]
+    fn an_image_that_somebody_took_away_exchanged_or_cut_is_not_whole() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::fs::write(at("image"), [7; 8192]).unwrap();
+        let image = Image::open(&at("image"), Access::ReadWrite, 512).unwrap();
+        let arriving = Arriving::of(&image).unwrap();
+        arriving.must_be_whole().unwrap();
+        std::fs::rename(at("image"), at("away")).unwrap();
+        let refused = || arriving.must_be_whole().unwrap_err();
+        assert!(refused().contains("is not the image any more"));
+        std::fs::write(at("image"), [7; 8192]).unwrap();
+        assert!(refused().contains("is not the image any more"));
+        std::fs::remove_file(at("image")).unwrap();
+        std::os::unix::fs::symlink(at("away"), at("image")).unwrap();
+        assert!(refused().contains("is not the image any more"));
+        std::fs::rename(at("away"), at("image")).unwrap();
+        arriving.must_be_whole().unwrap();
+        let cut = File::options().write(true).open(at("image")).unwrap();
+        cut.set_len(4096).unwrap();
+        assert!(refused().contains("4096 bytes by now in place of 8192"));
     }
 
     #[test]

@@ -136,6 +136,25 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
 }
 
 #[test]
+fn a_disk_does_not_go_on_with_an_image_that_somebody_has_cut() -> Result<()> {
+    let mut site = Site::local()?;
+    let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+    does_at(&site.pair.a, "disk-move.equal", "hold")?;
+    begin(&site, &fast)?;
+    site.pair.a.wait_fault(LONG)?;
+    let cut = std::fs::File::options().write(true).open(&fast)?;
+    cut.set_len(1 << 20)?;
+    site.pair.a.release()?;
+    let failed = move_ended(&site)?;
+    let why = failed.why.context("it is moved")?;
+    ensure!(why.contains("bytes by now in place of"), "{why}");
+    is_at(&mut site, &first)?;
+    is_empty_beside(&fast, "cut")?;
+    site.goes_on(&site.pair.a, 20)?;
+    site.is_whole(&site.pair.a)
+}
+
+#[test]
 fn a_file_that_somebody_puts_where_a_new_image_was_made_is_not_written() -> Result<()> {
     let mut site = Site::local()?;
     let (first, fast) = (site.path.clone(), another(&site, "fast")?);

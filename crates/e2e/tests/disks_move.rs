@@ -2,7 +2,7 @@
 
 mod disk_site;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{HOLE, LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, own};
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;
@@ -205,6 +205,38 @@ fn a_process_that_dies_in_the_handover_leaves_one_guest_with_its_whole_disk() ->
         site.is_whole(holder).with_context(|| point.to_owned())?;
         site.has_nothing(other).with_context(|| point.to_owned())?;
         println!("  killed at {point}: {outcome:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_stays_where_its_whole_disk_is_when_somebody_takes_away_what_comes() -> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    for exchanged in [false, true] {
+        let id = site.pair.begin(a, b, &site.slowly())?;
+        site.is_half_way(&id)?;
+        let [name] = &site.images(b)?[..] else {
+            bail!("{:?}", site.images(b)?);
+        };
+        let directory = own(b, site.path.parent().context("a directory")?);
+        let (came, victim) = (directory.join(name), directory.join("victim"));
+        std::fs::remove_file(&came)?;
+        if exchanged {
+            std::fs::write(&victim, "somebody's")?;
+            std::os::unix::fs::symlink(&victim, &came)?;
+        }
+        let report = site.ends(&id, Outcome::Failed)?;
+        let why = report.reason.unwrap_or_default();
+        ensure!(why.contains("is not the image any more"), "{why}");
+        site.goes_on(a, 20)?;
+        site.is_whole(a)?;
+        ensure!(site.images(a)? == ["root.raw"], "{:?}", site.images(a)?);
+        if exchanged {
+            ensure!(std::fs::read(&victim)? == b"somebody's");
+            std::fs::remove_file(&victim)?;
+        }
+        site.has_nothing(b)?;
     }
     Ok(())
 }

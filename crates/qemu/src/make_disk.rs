@@ -394,16 +394,20 @@ impl Source {
             Format::Qcow2 { bytes } => (bytes, own),
             Format::Raw => (own, used),
         };
-        match bytes {
-            0 => Err(format!("the image {path} is empty")),
-            bytes => Ok(Self {
-                file,
-                path: path.to_owned(),
-                format,
-                bytes,
-                needed,
-                written,
-            }),
+        let source = Self {
+            file,
+            path: path.to_owned(),
+            format,
+            bytes,
+            needed,
+            written,
+        };
+        match source.whose().filter(|_| format != Format::Raw) {
+            _ if bytes == 0 => Err(format!("the image {path} is empty")),
+            Some(ImageRecord { vm, disk, .. }) => Err(format!(
+                "the image {path} is not used: it says that it is disk '{disk}' of VM '{vm}', which is raw, and begins as a qcow2 image does: its guest may have written that; if it is such an image, 'godwit image release {path}' on this host first"
+            )),
+            None => Ok(source),
         }
     }
 

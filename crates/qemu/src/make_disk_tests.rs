@@ -108,6 +108,21 @@ fn a_copy_is_sparse_grown_and_for_the_group_and_is_made_once() {
     assert_eq!(&bytes, b"known");
 }
 
+/// Has an image say that it is disk 'data' of VM 'db'.
+fn say_whose(image: &File) {
+    let record = ImageRecord {
+        format: godwit_ownership::IMAGE_RECORD_FORMAT,
+        image: godwit_ownership::ImageId::new(7),
+        vm: VmName::new("db").unwrap(),
+        disk: "data".to_owned(),
+        holder: godwit_types::HostName::new("a").unwrap(),
+        generation: godwit_types::Generation(2),
+        taken: 1,
+    };
+    let text = serde_json::to_vec(&record).unwrap();
+    assert!(holder::replace(image.as_fd(), None, &text).unwrap());
+}
+
 #[test]
 fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_written() {
     let here = Here::new();
@@ -122,17 +137,7 @@ fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_writ
     let guest = open();
     lock(&guest, Access::ReadWrite, patient).unwrap();
     here.refused(&disk, &["the image", "is in use", "another VM has it open"]);
-    let record = ImageRecord {
-        format: godwit_ownership::IMAGE_RECORD_FORMAT,
-        image: godwit_ownership::ImageId::new(7),
-        vm: VmName::new("db").unwrap(),
-        disk: "data".to_owned(),
-        holder: godwit_types::HostName::new("a").unwrap(),
-        generation: godwit_types::Generation(2),
-        taken: 1,
-    };
-    let text = serde_json::to_vec(&record).unwrap();
-    assert!(holder::replace(guest.as_fd(), None, &text).unwrap());
+    say_whose(&guest);
     here.refused(&disk, &["is in use", "disk 'data' of VM 'db'"]);
     drop(guest);
     // Others read it meanwhile, and no guest gets it for writing.
@@ -436,7 +441,20 @@ fn a_qcow2_image_is_written_out_and_one_that_names_other_files_is_not() {
     ) {
         return;
     }
-    here.make(&here.disk(Some("base.qcow2"), Some(1))).unwrap();
+    // A guest may have written that to its raw disk.
+    let file = File::options().write(true).open(here.at("base.qcow2"));
+    let file = file.unwrap();
+    say_whose(&file);
+    let from_it = here.disk(Some("base.qcow2"), Some(1));
+    here.refused(
+        &from_it,
+        &[
+            "disk 'data' of VM 'db', which is raw",
+            "godwit image release",
+        ],
+    );
+    holder::forget(file.as_fd()).unwrap();
+    here.make(&from_it).unwrap();
     assert_eq!(here.names(), ["root.raw"]);
     let made = File::open(here.at("root.raw")).unwrap();
     let mut found = vec![0; content.len()];

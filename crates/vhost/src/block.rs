@@ -38,6 +38,8 @@ pub const SEGMENTS_MAX: u32 = 126;
 const CHAIN_MAX: usize = SEGMENTS_MAX as usize + 4;
 /// Most sectors that are discarded or made zero by one request: 1 GiB.
 pub const ERASE_MAX: u32 = 1 << 21;
+/// Longest read or write, bytes. No driver asks for nearly as much, and of what a guest writes there is a copy while its disk moves.
+pub const DATA_MAX: u32 = 64 << 20;
 /// Bytes of a serial number.
 pub const SERIAL_MAX: usize = 20;
 /// Bytes of the configuration.
@@ -236,6 +238,14 @@ struct Asks<'a> {
 }
 
 impl Asks<'_> {
+    /// Where data are read or written.
+    fn data_range(&self, bytes: u32) -> Result<Range<u64>, Status> {
+        match bytes > DATA_MAX {
+            true => Err(Status::Failed),
+            false => self.range(bytes),
+        }
+    }
+
     fn range(&self, bytes: u32) -> Result<Range<u64>, Status> {
         let start = self.sector.checked_mul(SECTOR).ok_or(Status::Failed)?;
         let end = start.checked_add(bytes.into()).ok_or(Status::Failed)?;
@@ -247,7 +257,7 @@ impl Asks<'_> {
     }
 
     fn read(self) -> Result<(Work, Data), Status> {
-        let range = self.range(self.to.bytes)?;
+        let range = self.data_range(self.to.bytes)?;
         let mut data = DeviceWritable::new(self.ram);
         for (address, len) in self.to.all() {
             let pushed = data.push(self.memory, address, len);
@@ -257,7 +267,7 @@ impl Asks<'_> {
     }
 
     fn write(self) -> Result<(Work, Data), Status> {
-        let range = self.range(self.from.bytes)?;
+        let range = self.data_range(self.from.bytes)?;
         if self.geometry.read_only {
             return Err(Status::Failed);
         }

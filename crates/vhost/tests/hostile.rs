@@ -167,6 +167,31 @@ fn a_chain_that_no_driver_makes_stops_its_queue_and_nothing_else() {
     }
 }
 
+/// Of what a guest writes there is a copy while its disk moves.
+#[test]
+fn a_read_or_write_of_more_than_64_mib_fails_and_the_next_one_does_not() {
+    const PIECE: u32 = 4 << 20;
+    let site = Site::new(128 << 20);
+    let _disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    for (number, pieces, status) in [(0, 17, 1), (1, 16, 0)] {
+        let repeated = |parts: Vec<Part>| {
+            let (first, last) = (parts[0], parts[2]);
+            let data = Part {
+                len: PIECE,
+                ..parts[1]
+            };
+            [vec![first], vec![data; pieces], vec![last]].concat()
+        };
+        guest.submit(0, &repeated(site.write_of(number, 0, 7, 512)));
+        guest.wait(0);
+        assert_eq!(site.status(number), status, "{pieces} pieces are written");
+        guest.submit(0, &repeated(site.read_of(number, 0, 512)));
+        guest.wait(0);
+        assert_eq!(site.status(number), status, "{pieces} pieces are read");
+    }
+}
+
 #[test]
 fn a_descriptor_that_is_in_use_is_not_taken_again() {
     let (site, gate) = (Site::new(MIB), Gate::default());

@@ -5,7 +5,7 @@
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
 use super::images::{give_names, keep_names};
-use super::served::{Arrival, Served};
+use super::served::{Arrival, Served, ServedDisks};
 use super::there;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
@@ -195,6 +195,7 @@ impl Disks {
             return Ok(());
         }
         served.names_are_free()?;
+        served.what_came_is_there(&what)?;
         keep_names(&what.disks).map_err(internal)?;
         served.change(|what| {
             if let Some(arrival) = &mut what.arriving {
@@ -260,6 +261,16 @@ impl Served {
         along.try_for_each(|disk| {
             let free = must_be_free(Path::new(&disk.path));
             free.map_err(|why| self.refused(disk, &why))
+        })
+    }
+
+    /// Nobody has taken away, exchanged or cut what was filled.
+    fn what_came_is_there(&self, what: &ServedDisks) -> Result<(), ApiError> {
+        let filling = Arc::clone(&*lock(&self.filling));
+        let mut all = filling.iter().zip(&what.disks);
+        all.try_for_each(|(image, disk)| {
+            let whole = image.as_ref().map_or(Ok(()), Arriving::must_be_whole);
+            whole.map_err(|why| self.refused(disk, &why))
         })
     }
 

@@ -20,13 +20,18 @@ use godwit_types::ApiError;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::{Disk, Standing};
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How long a second image may take to be durable, and how long a disk stands still at most for what is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
+
+fn length_of(path: &Path) -> io::Result<u64> {
+    Ok(std::fs::metadata(path)?.len())
+}
 
 /// Why a disk is not where it was to go.
 pub(super) enum Stopped {
@@ -95,14 +100,22 @@ impl Served {
         };
         self.must_be_mirrored(going.index, &mirror.disk)?;
         let named = PathBuf::from(&going.place.path);
-        let found = bound.sync_within(STAND_WAIT, move || identity_of(&named));
-        let Some(found) = found?.transpose()? else {
+        let look = move || Ok::<_, io::Error>((identity_of(&named)?, length_of(&named)?));
+        let found = bound.sync_within(STAND_WAIT, look);
+        let Some((found, length)) = found?.transpose()? else {
             return Ok(None);
         };
+        let path = &going.place.path;
         if found != going.copying.image || !mirror.disk.status()?.has_image {
-            let path = &going.place.path;
             let why =
                 format!("{path} is not to be the disk any more: see the log of the VM process");
+            return Err(why.into());
+        }
+        if let Some(image) = image.as_ref().filter(|image| image.bytes() != length) {
+            let bytes = image.bytes();
+            let why = format!(
+                "{path} has {length} bytes by now in place of {bytes}: see who may write into that directory"
+            );
             return Err(why.into());
         }
         if !bound.is_equal() {
