@@ -93,12 +93,6 @@ step() {
     echo "== $name: $((SECONDS - began)) s"
 }
 
-# skip NAME WHY: a step that cannot run here, or not yet.
-skip() {
-    names+=("$1") results+=("skipped: $2") times+=(0)
-    printf '\n== %s: skipped: %s\n' "$1" "$2"
-}
-
 # Everything but what runs a QEMU; the QEMU crates' libraries only.
 unit_tests() {
     local exclude=() only=() crate
@@ -163,14 +157,6 @@ cases() {
     return "$status"
 }
 
-end_to_end() {
-    if [ -d crates/e2e ]; then
-        step 'end to end' cases
-    else
-        skip 'end to end' 'there is no crates/e2e'
-    fi
-}
-
 if [ "$part" != qemu ]; then lints; fi
 build
 if [ "$part" != qemu ]; then step 'layering and sizes' "$built"/xtask tidy; fi
@@ -182,7 +168,7 @@ case $part in
         "$cargo" test --release --no-fail-fast --workspace --exclude godwit-e2e -- --show-output ;;
 esac
 if [ "$part" != qemu ]; then pure; fi
-if [ "$part" != unit ]; then end_to_end; fi
+if [ "$part" != unit ]; then step 'end to end' cases; fi
 
 printf '\n%-28s %-10s %8s\n' step result seconds
 for i in "${!names[@]}"; do

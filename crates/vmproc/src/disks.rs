@@ -51,7 +51,6 @@ use crate::renewal::HandedDisks;
 use godwit_guestmem::RamFile;
 use godwit_qemu::command_line::BackEnd;
 use godwit_qemu::user::User;
-use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -59,6 +58,7 @@ use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::{Disk, Handover};
 use served::{Arrival, Served};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -101,7 +101,7 @@ impl Disks {
             true => spec.disks.clone(),
             false => Vec::new(),
         };
-        let before = left::kept(paths, &disks);
+        let before = left::of_earlier(paths, &disks);
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
             launch,
@@ -140,8 +140,8 @@ impl Disks {
         (described, held): (bool, Option<Generation>),
         handed: Option<HandedDisks>,
     ) -> Result<Self, ApiError> {
-        let path = paths.disks();
-        let kept: Option<ServedDisks> = match load_json(&path) {
+        let identity = ram.identity().map_err(memory)?;
+        let kept = match record::of_living(paths, (launch, identity)) {
             // Nobody needs it.
             Err(error) if !described => {
                 tracing::error!(%error, "what disks the hypervisor has cannot be read");
@@ -149,11 +149,11 @@ impl Disks {
             }
             kept => kept.map_err(internal)?,
         };
-        let identity = ram.identity().map_err(memory)?;
-        let what = match kept.filter(|kept| (kept.launch, kept.ram) == (launch, identity)) {
+        let what = match kept {
             Some(kept) => kept,
             None if described => {
-                let (vm, path) = (&config.vm, path.display());
+                let (vm, path) = (&config.vm, paths.disks());
+                let path = path.display();
                 let message = format!(
                     "which images its hypervisor has is not known: {path} does not tell of it, and its guest waits for its disks; put that file back, or end the guest with 'godwit vm stop {vm} --force'"
                 );
@@ -161,7 +161,10 @@ impl Disks {
             }
             None => ServedDisks::none(launch, identity),
         };
+        // Nothing is done of it before it is certain what counts once QEMU is gone.
+        let is_written = record::is_kept(paths, &what);
         let served = Arc::new(Served::new(config, paths, what, ram, held));
+        served.must_save.store(!is_written, Ordering::SeqCst);
         let was_handed = handed.is_some();
         served.put_handed(handed.filter(|handed| handed.launch == launch));
         served.clean_up();
@@ -182,7 +185,7 @@ impl Disks {
 
     /// Writes again which images QEMU has where the state directory was put back from an older copy.
     pub(crate) fn keep(&self, spec: Option<&mut VmSpec>) -> Result<(), ApiError> {
-        record::put_back(&self.0.paths, &self.0.what(), spec).map_err(internal)
+        self.0.keep_written(spec).map_err(internal)
     }
 
     /// Whether QEMU has any that this process serves.

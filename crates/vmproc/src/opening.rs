@@ -127,12 +127,18 @@ fn is_of(spec: &VmSpec, vm: &VmName) -> bool {
 impl Serving {
     /// Takes over the QEMU that is there. Nothing when this process was told to leave before QEMU answered.
     pub(crate) fn adopt(mut self) -> anyhow::Result<Option<Adopted>> {
-        let Seat { paths, spec, .. } = &mut self.seat;
-        if let Err(error) = disks::put_back_living(paths, spec.as_mut()) {
-            tracing::error!(%error, "what the state directory says of the VM's disks may be an older copy");
-        }
-        if let Err(why) = disks::follow_moves(paths, spec.as_mut()) {
-            tracing::error!(why, "the VM's description does not say where its disks are");
+        let Seat {
+            config,
+            paths,
+            spec,
+            ..
+        } = &mut self.seat;
+        let uid = config.qemu_uid;
+        let followed = disks::put_back_living(paths, uid, spec.as_mut())
+            .map_err(|error| error.to_string())
+            .and_then(|()| disks::follow_moves(paths, spec.as_mut()));
+        if let Err(why) = followed {
+            tracing::error!(why, "the VM's description may not say where its disks are");
         }
         let seat = &self.seat;
         let known = Known {

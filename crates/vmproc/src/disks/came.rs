@@ -271,7 +271,10 @@ impl Came<'_> {
             return false;
         }
         match self.keep() {
-            Ok(Some(path)) => aside.kept.push(self.is_kept(&path)),
+            Ok(Some(path)) => {
+                let durable = make_durable(Path::new(&path));
+                aside.kept.push(self.told_kept(&path, durable));
+            }
             Ok(None) => {}
             Err(error) => return self.stays(&error, aside),
         }
@@ -349,19 +352,15 @@ impl Came<'_> {
         )))
     }
 
-    /// Where it is, what it is, and what a person does with it.
-    fn is_kept(&self, path: &str) -> String {
+    /// Where it is, what it is, and what a person does with it; `durable` is what came of making it so.
+    fn told_kept(&self, path: &str, durable: io::Result<Option<(u64, u64)>>) -> String {
         let (disk, id) = (&self.disk.name, &self.arrival.migration);
-        let looked = Entry::at(Path::new(path)).and_then(|entry| {
-            entry.open()?.sync_all()?;
-            entry.size()
-        });
-        let (mib, durable) = match looked {
+        let (mib, durable) = match durable {
             Ok(size) => (mib(size.map_or(0, |(_, taken)| taken)), String::new()),
             Err(error) => (0, format!("; that it is durable is not certain ({error})")),
         };
         let state = self.state();
-        let written = match looked_when(Path::new(path)) {
+        let written = match written_at(Path::new(path)) {
             Some(at) => at.strftime("at %Y-%m-%d %H:%M:%S UTC").to_string(),
             None => "at a time that is not known".to_owned(),
         };
@@ -383,7 +382,14 @@ impl Came<'_> {
     }
 }
 
-fn looked_when(path: &Path) -> Option<jiff::Timestamp> {
+/// All that the image has. Returns its bytes and those that it takes.
+fn make_durable(path: &Path) -> io::Result<Option<(u64, u64)>> {
+    let entry = Entry::at(path)?;
+    entry.open()?.sync_all()?;
+    entry.size()
+}
+
+fn written_at(path: &Path) -> Option<jiff::Timestamp> {
     let written = path.symlink_metadata().ok()?.modified().ok()?;
     jiff::Timestamp::try_from(written).ok()
 }

@@ -351,6 +351,11 @@ pub(super) fn as_opener<R: Send, E: Denied>(
 }
 
 impl ServedDisks {
+    /// What is written down of a disk's image.
+    pub(super) fn known_image(&self, disk: &str) -> Option<&KnownImage> {
+        self.known.iter().find(|known| known.disk == disk)
+    }
+
     /// In the place of what was known of the disk's image.
     pub(super) fn know(&mut self, known: KnownImage) {
         self.known.retain(|before| before.disk != known.disk);

@@ -116,7 +116,7 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
             disk: &disk.name,
             path: Path::new(&disk.path),
             image: *image,
-            known: what.known.iter().find(|known| known.disk == disk.name),
+            known: what.known_image(&disk.name),
         };
         former.remove()
     });

@@ -27,6 +27,7 @@ use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves,
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
 use godwit_vhost::Disk;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -487,7 +488,31 @@ impl Served {
             || self.wait_until_equal(going, mirror),
             |bound| self.switch(going, (mirror, bound), &mut image),
         );
-        Ok(switched?.ok_or(NOT_KEPT_UP)?)
+        let switched = switched?.ok_or(NOT_KEPT_UP)?;
+        if let Err(why) = self.take_once_more(going.index) {
+            let disk = &going.spec.name;
+            tracing::warn!(
+                disk,
+                why,
+                "the disk's new image says the same of itself as while it was filled"
+            );
+        }
+        Ok(switched)
+    }
+
+    /// Has the image say that it was taken since: an older copy of what is written, which calls it one that is not whole, knows it no
+    /// more.
+    fn take_once_more(&self, index: usize) -> Result<(), String> {
+        let what = self.what();
+        let spec = what.disks.get(index).ok_or("the VM has no such disk")?;
+        let held = self.held();
+        let generation = held.ok_or("its guest may not run here any more")?;
+        let image = self.disk(index)?.lend_image();
+        let image = image.map_err(|error| error.to_string())?;
+        let known = self.claim(spec, image.as_fd(), generation, Taking::Anew);
+        let known = known.map_err(|error| error.message)?;
+        known.into_iter().for_each(|known| self.keep_later(known));
+        Ok(())
     }
 
     /// Makes the image that the disk is copied to, and notes that it is this move's.

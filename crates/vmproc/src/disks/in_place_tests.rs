@@ -11,7 +11,6 @@ use godwit_testkit::testvol::Volume;
 use godwit_types::{Generation, MigrationId};
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
-use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{TryRecvError, channel};
 

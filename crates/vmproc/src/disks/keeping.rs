@@ -72,8 +72,8 @@ impl Served {
     /// What is known of a disk's image, also before it is written down.
     pub(super) fn known_of(&self, what: &ServedDisks, disk: &str) -> Option<KnownImage> {
         let due = lock(&self.keeping.due);
-        let mut all = due.iter().chain(&what.known);
-        all.find(|known| known.disk == disk).cloned()
+        let due = due.iter().find(|known| known.disk == disk);
+        due.or_else(|| what.known_image(disk)).cloned()
     }
 
     /// Has it written down once it is durable at the image.

@@ -45,6 +45,7 @@ pub(super) struct Copying {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Left {
+    /// Its name; empty where the VM is not here any more: then it is to be removed, and is no disk's before.
     pub disk: String,
     pub path: String,
     pub image: (u64, u64),
@@ -63,38 +64,49 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
-    match spec {
-        Some(spec) => {
-            // It is a disk that somebody described since.
-            let is_disk = |path: &str| spec.disks.iter().any(|disk| disk.path == path);
-            what.left.retain(|left| !is_disk(&left.path));
-        }
+    let described = spec.as_deref().map_or(&[][..], |spec| &spec.disks);
+    let is_described = |path: &str| described.iter().any(|disk| disk.path == path);
+    // It is a disk that somebody described since.
+    what.left.retain(|left| !is_described(&left.path));
+    if spec.is_none() {
         // Nobody starts anything with a description that could name it.
-        None => what
-            .left
-            .retain(|left| !(left.followed && is_device(left.image))),
+        what.left
+            .retain(|left| !(left.followed && is_device(left.image)));
     }
-    if let Some(copying) = what.copying.take() {
-        let may_be_disk = !copying.is_surely_none(&what);
-        if may_be_disk && copying.has_its_name() == Some(Is::It) {
-            let path = &copying.path;
-            tracing::error!(
-                "{path} is left alone: a disk was being moved there, and may be there since, if {} is an older copy. Where the VM starts and shows its disk elsewhere, remove that file",
-                paths.disks().display()
-            );
-            what.copying = Some(copying);
-        } else if let Some(left) = copying.out_of_reach() {
-            what.left.extend(
-                left.into_iter()
-                    .filter(|left| left.path == copying.beside || !may_be_disk),
-            );
-        } else if !copying.remove(&what) {
-            // It stays noted, and until it can be removed no other disk of the VM moves.
-            what.copying = Some(copying);
-        }
-    }
+    settle_copying(&mut what, &is_described);
     remove_left(&mut what);
     save(paths, &what)
+}
+
+/// Removes an image that is not whole, but where it may be a disk by now.
+fn settle_copying(what: &mut ServedDisks, is_described: &dyn Fn(&str) -> bool) {
+    let Some(copying) = what.copying.take() else {
+        return;
+    };
+    let path = &copying.path;
+    let may_be_disk = is_described(path) || !copying.is_surely_none(what);
+    let tell = || {
+        if !is_described(path) {
+            tracing::error!(
+                "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
+            );
+        }
+    };
+    if may_be_disk && copying.has_its_name() == Some(Is::It) {
+        return tell();
+    }
+    match copying.out_of_reach() {
+        Some([beside, named]) => {
+            what.left.push(beside);
+            match may_be_disk {
+                true => tell(),
+                false => what.left.push(named),
+            }
+        }
+        None if copying.remove(what) => {}
+        // It stays noted, and until it can be removed no other disk of the VM moves.
+        None => what.copying = Some(copying),
+    }
 }
 
 /// The VM's description follows the disks that are elsewhere. Touches none of their images, which may be out of reach.
@@ -112,7 +124,7 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
 
 /// What the record of an earlier QEMU says that counts for the next one's, too.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+pub(super) struct Earlier {
     /// Former images that could not be removed.
     pub left: Vec<Left>,
     /// An image that is not whole and could not be removed.
@@ -123,12 +135,12 @@ pub(super) struct Kept {
 }
 
 /// For a QEMU that is started with these disks.
-pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
+pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
     let what: Option<ServedDisks> = load_json(&paths.disks()).unwrap_or_else(|error| {
         tracing::error!(%error, "what the VM's disks were before is not known");
         None
     });
-    let mut kept = what.map_or_else(Kept::default, |what| Kept {
+    let mut earlier = what.map_or_else(Earlier::default, |what| Earlier {
         left: what.left,
         copying: what.copying,
         known: what.known,
@@ -138,13 +150,16 @@ pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
     let is_disk = |path: &String| disks.iter().any(|disk| disk.path == *path);
     let noted = devices::noted(paths).into_iter();
     let is_new = |device: &Left, left: &[Left]| left.iter().all(|left| left.path != device.path);
-    let noted: Vec<_> = noted.filter(|device| is_new(device, &kept.left)).collect();
-    kept.left.extend(noted);
-    kept.left.retain(|left| !is_disk(&left.path));
-    kept.known
+    let noted: Vec<_> = noted
+        .filter(|device| is_new(device, &earlier.left))
+        .collect();
+    earlier.left.extend(noted);
+    earlier.left.retain(|left| !is_disk(&left.path));
+    earlier
+        .known
         .retain(|known| disks.iter().any(|disk| disk.name == known.disk));
-    kept.unread.retain(is_disk);
-    kept
+    earlier.unread.retain(is_disk);
+    earlier
 }
 
 /// What is written of a VM with something left of moves.
@@ -166,8 +181,7 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
         if let (Some(now), Some(described)) = (now, described)
             && described.path == left.path
         {
-            described.path.clone_from(&now.path);
-            described.shared = now.shared;
+            says_where(described, now);
             if is_device(left.image) {
                 tell_left(&left.disk, &left.path);
             }
@@ -178,6 +192,16 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
         reached("disk-move.followed");
     }
     Ok(())
+}
+
+/// Has a description say where its disk is now; whether it said something else.
+pub(super) fn says_where(described: &mut DiskSpec, now: &DiskSpec) -> bool {
+    let is_elsewhere = described.path != now.path;
+    if is_elsewhere {
+        described.path.clone_from(&now.path);
+        described.shared = now.shared;
+    }
+    is_elsewhere
 }
 
 /// Removes what nothing needs any more; what could not be removed stays noted, and so does a block device.
@@ -208,20 +232,21 @@ impl Copying {
     fn is_surely_none(&self, what: &ServedDisks) -> bool {
         let is_meant = |name: &str| self.disk.is_empty() || self.disk == name;
         let all = what.disks.iter().zip(&what.images);
-        let mut meant = all.filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
-        let is_there = |(disk, image): (&DiskSpec, &(u64, u64))| {
+        let meant = all.filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
+        let meant: Vec<_> = meant.collect();
+        let is_there = |(disk, image): &(&DiskSpec, &(u64, u64))| {
             let former = Former {
                 disk: &disk.name,
                 path: Path::new(&disk.path),
-                image: *image,
-                known: what.known.iter().find(|known| known.disk == disk.name),
+                image: **image,
+                known: what.known_image(&disk.name),
             };
             let looked = Entry::looked_at(former.path);
             let is = looked.and_then(|(found, entry)| former.compare(found, &entry));
             // A device is not compared.
             is.is_ok_and(|is| is == Is::It)
         };
-        meant.all(is_there) && what.images.len() == what.disks.len()
+        !meant.is_empty() && meant.iter().all(is_there)
     }
 
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.

@@ -115,31 +115,50 @@ fn an_image_that_was_not_whole_is_removed_under_either_of_its_names_and_no_other
 /// The record is from while the disk was being moved, and the disk has moved since.
 #[test]
 fn an_older_copy_of_the_record_removes_no_disk_that_has_moved_since() {
-    type Change = fn(&Dead, &mut ServedDisks);
+    type Change = fn(&mut Dead, &mut ServedDisks);
     let off_a_device: Change = |_, what| what.images = vec![(0x700, 0)];
     let gone: Change = |_, _| ();
     let another: Change = |dead, what| what.images = vec![dead.identity("new")];
+    let named_otherwise: Change = |_, what| what.disks[0].name = "boot".into();
+    let described: Change = |dead, _| dead.spec.disks[0].path = dead.path("new");
+    let taken_since: Change = |_, what| {
+        let copying = what.copying.as_mut().unwrap();
+        copying.known = Some(say(Path::new(&copying.path), 3));
+        say(Path::new(&copying.path), 4);
+    };
     for (files, is_so) in [
         (&["new"][..], gone),
         (&["new", "old"], off_a_device),
         (&["new", "old"], another),
+        (&["new", "old"], named_otherwise),
+        (&["new", "old"], described),
+        (&["new", "old"], taken_since),
     ] {
-        let mut dead = Dead::with(files, |dead, what| {
-            what.copying = Some(dead.copying(Some("new")));
-            is_so(dead, what);
-        });
-        let noted = dead.written().copying;
+        let mut dead = Dead::with(files, |_, _| ());
+        let mut what = dead.written();
+        what.copying = Some(dead.copying(Some("new")));
+        is_so(&mut dead, &mut what);
+        save_json(&dead.paths.disks(), &what).unwrap();
         assert_eq!(dead.settled().0, files);
-        assert_eq!(
-            dead.written().copying,
-            noted,
-            "nothing else moves before it is certain"
-        );
-        // A person has removed it.
-        std::fs::remove_file(dead.path("new")).unwrap();
-        dead.settled();
-        assert_eq!(dead.written().copying, None);
+        assert_eq!(dead.written().copying, None, "nobody looks at it again");
     }
+}
+
+#[test]
+fn what_may_be_a_disk_by_now_is_not_noted_for_removal_while_its_storage_is_away() {
+    let mut dead = Dead::with(&["old"], |dead, what| {
+        let copying = dead.copying(Some("old"));
+        what.copying = Some(Copying {
+            path: "/no/such/place/new".into(),
+            beside: "/no/such/place/new.moving-1".into(),
+            ..copying
+        });
+        what.images = vec![(0x700, 0)];
+    });
+    dead.settled();
+    let left = dead.written().left;
+    let paths: Vec<_> = left.iter().map(|left| left.path.as_str()).collect();
+    assert_eq!(paths, ["/no/such/place/new.moving-1"]);
 }
 
 #[test]
@@ -221,7 +240,7 @@ fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_note
     follow_moves(&dead.paths, Some(&mut dead.spec)).unwrap();
     assert_eq!(dead.spec.disks[0].path, dead.path("new"));
     // The next QEMU's record has it, too.
-    let noted = kept(&dead.paths, &dead.spec.disks).left;
+    let noted = of_earlier(&dead.paths, &dead.spec.disks).left;
     assert_eq!((noted.len(), noted[0].path.clone()), (1, dead.path("old")));
 }
 
@@ -247,7 +266,7 @@ fn an_image_that_is_not_whole_and_cannot_be_removed_stays_noted() {
     let noted = Some(dead.copying(None));
     assert_eq!(dead.written().copying, noted);
     // The next QEMU's record has it, too.
-    assert_eq!(kept(&dead.paths, &dead.spec.disks).copying, noted);
+    assert_eq!(of_earlier(&dead.paths, &dead.spec.disks).copying, noted);
     std::fs::remove_dir(dead.path("new.moving-1")).unwrap();
     dead.settled();
     assert_eq!(dead.written().copying, None);
@@ -294,7 +313,7 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
     let noted: Vec<&str> = written.left.iter().map(|left| left.path.as_str()).collect();
     let expected = ["former", "new.moving-1", "new"].map(|name| dead.path(name));
     assert_eq!(noted, expected);
-    assert_eq!(kept(&dead.paths, &dead.spec.disks).left, written.left);
+    assert_eq!(of_earlier(&dead.paths, &dead.spec.disks).left, written.left);
     // Also once the VM is elsewhere.
     super::super::images::leave(&dead.paths, &godwit_types::MigrationId::new("m-1").unwrap());
     let left = dead.written().left;
@@ -326,14 +345,14 @@ fn a_block_device_that_was_left_stays_and_is_never_the_disk_again() {
         assert!(dead.written().left[0].followed);
     }
     // The next QEMU's record has it, too.
-    assert_eq!(kept(&dead.paths, &dead.spec.disks).left.len(), 1);
+    assert_eq!(of_earlier(&dead.paths, &dead.spec.disks).left.len(), 1);
 }
 
 /// What the next QEMU's record has of former images, once the VM has been elsewhere.
 fn known_after_a_way_back(dead: &Dead, disk: &str) -> Vec<String> {
     assert!(!dead.paths.disks().exists());
     let disks = [DiskSpec::new("root", dead.path(disk))];
-    let left = kept(&dead.paths, &disks).left.into_iter();
+    let left = of_earlier(&dead.paths, &disks).left.into_iter();
     left.filter(|left| left.followed && is_device(left.image))
         .map(|left| left.path)
         .collect()
@@ -363,7 +382,7 @@ fn a_block_device_that_was_left_is_no_disk_after_a_move_there_and_back() {
         std::fs::write(&back, "image").unwrap();
         what.disks = vec![DiskSpec::new("root", &back)];
         what.images = vec![dead.identity("back")];
-        what.left = kept(&dead.paths, &what.disks).left;
+        what.left = of_earlier(&dead.paths, &what.disks).left;
         save_json(&dead.paths.disks(), &what).unwrap();
         dead.spec.disks[0].path.clone_from(&old);
         assert_eq!(dead.settled().1, back);

@@ -2,23 +2,31 @@
 //!
 //! In the VM's state directory, durably: that counts once QEMU is gone. While QEMU lives the same stands in its run directory, which
 //! no backup brings back: a state directory that was put back from an older copy names images that the guest left long ago.
-//! Owns both files. Refuses: a second one that is older than the first.
+//! The second one is written last. A process that dies in between leaves one that is older by one step, of which nothing was done yet; its successor goes on
+//! from that one, once the first says the same again. Owns both files. Refuses: a second one that cannot be read, or is older by more.
 
-use super::served::ServedDisks;
+use super::left::says_where;
+use super::served::{Served, ServedDisks};
+use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::vm::VmSpec;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
 /// Writes it down, durably.
 pub(super) fn write(paths: &Paths, what: &ServedDisks) -> Result<(), StoreError> {
-    forget_living(paths)?;
     save_json(&paths.disks(), what)?;
-    if let Err(error) = save_json(&paths.living_disks(), what) {
-        tracing::warn!(%error, "what the VM's disks are is in its state directory alone");
-    }
-    Ok(())
+    write_living(paths, what)
+}
+
+fn write_living(paths: &Paths, what: &ServedDisks) -> Result<(), StoreError> {
+    let Err(error) = save_json(&paths.living_disks(), what) else {
+        return Ok(());
+    };
+    tracing::warn!(%error, "what the VM's disks are is in its state directory alone");
+    forget_living(paths)
 }
 
 pub(super) fn remove(paths: &Paths) -> Result<(), StoreError> {
@@ -40,56 +48,105 @@ fn forget_living(paths: &Paths) -> Result<(), StoreError> {
     }
 }
 
-/// To be called before anything is read of the disks of a QEMU that may live: what was written last for it counts, and the VM's
-/// description follows.
-pub(crate) fn put_back_living(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(), StoreError> {
+/// What was written last for the QEMU of this launch, whose RAM file is this; nothing where it is not known.
+pub(super) fn of_living(
+    paths: &Paths,
+    (launch, ram): (u64, (u64, u64)),
+) -> Result<Option<ServedDisks>, StoreError> {
+    let is_its = |what: &ServedDisks| (what.launch, what.ram) == (launch, ram);
+    let living = load_json(&paths.living_disks())?.filter(is_its);
+    match living {
+        Some(living) => Ok(Some(living)),
+        None => Ok(load_json(&paths.disks())?.filter(is_its)),
+    }
+}
+
+/// To be called before anything is done with the disks of a QEMU that may live, of this common user: what was written last for it is
+/// written again where the state directory says something else, and the VM's description follows.
+pub(crate) fn put_back_living(
+    paths: &Paths,
+    common_uid: u32,
+    spec: Option<&mut VmSpec>,
+) -> Result<(), StoreError> {
     let Some(what) = load_json::<ServedDisks>(&paths.living_disks())? else {
         return Ok(());
     };
     let ram = std::fs::metadata(paths.ram_file(what.launch));
-    match ram.is_ok_and(|ram| (ram.dev(), ram.ino()) == what.ram) {
-        true => put_back(paths, &what, spec),
+    let is_its = ram.is_ok_and(|ram| (ram.dev(), ram.ino()) == what.ram);
+    let living = paths.ram_files.living(common_uid);
+    // Where that cannot be told it counts.
+    let lives = living.map_or(true, |all| {
+        all.iter().any(|qemu| qemu.launch == what.launch)
+    });
+    if !is_its || !lives || says(&paths.disks(), &what) {
+        return Ok(());
+    }
+    tell_older();
+    if let Some(spec) = spec {
+        describe_living(paths, &what, spec)?;
+    }
+    save_json(&paths.disks(), &what)
+}
+
+fn tell_older() {
+    tracing::warn!(
+        "what the state directory says of the VM's disks is not what was written last: it is written again"
+    );
+}
+
+/// Whether the state directory says this of a QEMU that was taken over; then the run directory says so, too, if it can.
+pub(super) fn is_kept(paths: &Paths, what: &ServedDisks) -> bool {
+    let is_kept = says(&paths.disks(), what);
+    if is_kept
+        && !says(&paths.living_disks(), what)
+        && let Err(error) = write_living(paths, what)
+    {
+        tracing::warn!(%error, "an older word of the VM's disks may count");
+    }
+    is_kept
+}
+
+fn says(path: &Path, what: &ServedDisks) -> bool {
+    matches!(load_json::<ServedDisks>(path), Ok(Some(found)) if is_same(&found, what))
+}
+
+/// As they are written.
+fn is_same(one: &ServedDisks, other: &ServedDisks) -> bool {
+    let text = |what| serde_json::to_string(what).ok();
+    text(one).is_some() && text(one) == text(other)
+}
+
+/// Has the description say where the disks of a QEMU that lives are, where the state directory is from when they were elsewhere: the
+/// description is that directory's, too.
+fn describe_living(paths: &Paths, what: &ServedDisks, spec: &mut VmSpec) -> Result<(), StoreError> {
+    let found = load_json::<ServedDisks>(&paths.disks()).ok().flatten();
+    if found.is_some_and(|found| found.disks == what.disks) {
+        return Ok(());
+    }
+    let mut is_changed = false;
+    for described in &mut spec.disks {
+        let now = what.disks.iter().find(|disk| disk.name == described.name);
+        is_changed |= now.is_some_and(|now| says_where(described, now));
+    }
+    match is_changed {
+        true => save_json(&paths.spec(), spec),
         false => Ok(()),
     }
 }
 
-/// Writes down again what the disks are where an older copy of that is in the state directory. The description is that
-/// directory's too.
-pub(super) fn put_back(
-    paths: &Paths,
-    what: &ServedDisks,
-    spec: Option<&mut VmSpec>,
-) -> Result<(), StoreError> {
-    let found = load_json::<ServedDisks>(&paths.disks());
-    let found = match found {
-        Ok(Some(found)) if found == *what => return Ok(()),
-        found => found.ok().flatten(),
-    };
-    tracing::error!(
-        "what the state directory says of the disks is not what was written last: it is written again"
-    );
-    write(paths, what)?;
-    if let Some(spec) = spec
-        && found.is_none_or(|found| found.disks != what.disks)
-        && says_where(spec, what)
-    {
-        save_json(&paths.spec(), spec)?;
-    }
-    Ok(())
-}
-
-/// Has a description say where the disks are; whether it said something else.
-fn says_where(spec: &mut VmSpec, what: &ServedDisks) -> bool {
-    let mut is_changed = false;
-    for described in &mut spec.disks {
-        let now = what.disks.iter().find(|disk| disk.name == described.name);
-        if let Some(now) = now.filter(|now| now.path != described.path) {
-            described.path.clone_from(&now.path);
-            described.shared = now.shared;
-            is_changed = true;
+impl Served {
+    /// Writes it again where a state directory was put back from an older copy, and has the description follow.
+    pub(super) fn keep_written(&self, spec: Option<&mut VmSpec>) -> Result<(), StoreError> {
+        let what = lock(&self.what);
+        if is_kept(&self.paths, &what) {
+            return Ok(());
         }
+        tell_older();
+        if let Some(spec) = spec {
+            describe_living(&self.paths, &what, spec)?;
+        }
+        write(&self.paths, &what)
     }
-    is_changed
 }
 
 #[cfg(test)]

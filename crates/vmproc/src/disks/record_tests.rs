@@ -1,75 +1,135 @@
 //! A state directory that was put back from an older copy, while a hypervisor lives and when it is gone.
 
 use super::*;
-use crate::testing::Site;
+use crate::disks::Disks;
+use crate::testing::{FakeQemu, Site};
 use godwit_guestmem::RamFile;
 use godwit_types::vm::DiskSpec;
+use std::sync::Arc;
 
-/// What a guest had whose disk was `first` and is `second` now, written down; and its description and that of the older copy,
-/// which is put back.
-fn put_back_on(site: &Site) -> (ServedDisks, ServedDisks, VmSpec) {
-    let ram = RamFile::create(&site.paths.ram_file(3), 16 << 20, None).unwrap();
-    let of = |path| ServedDisks {
-        disks: vec![DiskSpec::new("root", path)],
-        ..ServedDisks::none(3, ram.identity().unwrap())
-    };
-    let (older, now) = (of("/first"), of("/second"));
-    write(&site.paths, &older).unwrap();
-    write(&site.paths, &now).unwrap();
-    save_json(&site.paths.disks(), &older).unwrap();
-    let spec = VmSpec {
-        disks: older.disks.clone(),
-        ..VmSpec::placeholder(&site.config.vm)
-    };
-    save_json(&site.paths.spec(), &spec).unwrap();
-    (older, now, spec)
+/// A guest whose disk was `first` and is `second` now, under a copy of its state directory from before.
+struct PutBack {
+    site: Site,
+    qemu: FakeQemu,
+    older: ServedDisks,
+    now: ServedDisks,
+    spec: VmSpec,
 }
 
-fn read(site: &Site) -> (ServedDisks, String) {
-    let described: VmSpec = load_json(&site.paths.spec()).unwrap().unwrap();
-    let what = load_json(&site.paths.disks()).unwrap().unwrap();
-    (what, described.disks[0].path.clone())
+impl PutBack {
+    fn new() -> Self {
+        let site = Site::new();
+        let qemu = site.qemu_of(3, &["running"]);
+        let ram = std::fs::metadata(site.paths.ram_file(3)).unwrap();
+        let of = |path| ServedDisks {
+            disks: vec![DiskSpec::new("root", path)],
+            ..ServedDisks::none(3, (ram.dev(), ram.ino()))
+        };
+        let (older, now) = (of("/first"), of("/second"));
+        write(&site.paths, &older).unwrap();
+        write(&site.paths, &now).unwrap();
+        save_json(&site.paths.disks(), &older).unwrap();
+        let spec = VmSpec {
+            disks: older.disks.clone(),
+            ..VmSpec::placeholder(&site.config.vm)
+        };
+        save_json(&site.paths.spec(), &spec).unwrap();
+        Self {
+            site,
+            qemu,
+            older,
+            now,
+            spec,
+        }
+    }
+
+    /// As a process does that finds the VM.
+    fn is_looked_at(&mut self) -> Result<(), StoreError> {
+        put_back_living(
+            &self.site.paths,
+            self.site.config.qemu_uid,
+            Some(&mut self.spec),
+        )
+    }
+
+    fn read(&self) -> (ServedDisks, String) {
+        let paths = &self.site.paths;
+        let described: VmSpec = load_json(&paths.spec()).unwrap().unwrap();
+        let what = load_json(&paths.disks()).unwrap().unwrap();
+        (what, described.disks[0].path.clone())
+    }
+
+    fn of_living(&self) -> Option<ServedDisks> {
+        of_living(&self.site.paths, (3, self.now.ram)).unwrap()
+    }
+
+    /// Nothing can be written where the next record would be.
+    fn has_no_room(&self) -> String {
+        let next = format!("{}.new", self.site.paths.disks().display());
+        std::fs::create_dir(&next).unwrap();
+        next
+    }
 }
 
 #[test]
 fn an_older_copy_of_the_state_directory_says_nothing_of_the_disks_of_a_guest_that_runs() {
-    let site = Site::new();
-    let (_, now, mut spec) = put_back_on(&site);
-    put_back_living(&site.paths, Some(&mut spec)).unwrap();
-    assert_eq!(spec.disks, now.disks);
-    assert_eq!(read(&site), (now.clone(), "/second".into()));
+    let mut back = PutBack::new();
+    assert_eq!(back.of_living().as_ref(), Some(&back.now));
+    back.is_looked_at().unwrap();
+    assert_eq!(back.spec.disks, back.now.disks);
+    assert_eq!(back.read(), (back.now.clone(), "/second".into()));
     // What a person described for the next start stays.
-    spec.disks[0].path = "/third".into();
-    save_json(&site.paths.spec(), &spec).unwrap();
-    put_back_living(&site.paths, Some(&mut spec)).unwrap();
-    assert_eq!(read(&site), (now, "/third".into()));
+    back.spec.disks[0].path = "/third".into();
+    save_json(&back.site.paths.spec(), &back.spec).unwrap();
+    back.is_looked_at().unwrap();
+    assert_eq!(back.read(), (back.now.clone(), "/third".into()));
 }
 
 #[test]
 fn of_a_hypervisor_that_is_gone_the_state_directory_tells() {
-    let site = Site::new();
-    let (older, _, mut spec) = put_back_on(&site);
-    let ram = site.paths.ram_file(3);
-    std::fs::remove_file(&ram).unwrap();
-    put_back_living(&site.paths, Some(&mut spec)).unwrap();
-    assert_eq!(read(&site), (older.clone(), "/first".into()));
+    let mut back = PutBack::new();
+    back.qemu.child.kill().unwrap();
+    back.qemu.child.wait().unwrap();
+    back.is_looked_at().unwrap();
+    assert_eq!(back.read(), (back.older.clone(), "/first".into()));
     // Another one has its number.
-    let _other = std::fs::File::create(ram.with_extension("other")).unwrap();
-    RamFile::create(&ram, 16 << 20, None).unwrap();
-    put_back_living(&site.paths, Some(&mut spec)).unwrap();
-    assert_eq!(read(&site), (older, "/first".into()));
+    let other = back.site.paths.ram_file(3);
+    std::fs::rename(&other, other.with_extension("other")).unwrap();
+    std::fs::remove_file(back.site.paths.monitor(3, 0)).unwrap();
+    let _qemu = back.site.qemu_of(3, &["running"]);
+    back.is_looked_at().unwrap();
+    assert_eq!(back.read(), (back.older.clone(), "/first".into()));
+    let of_other = of_living(&back.site.paths, (3, (0, 0))).unwrap();
+    assert_eq!(of_other, None);
+}
+
+/// The state directory is full just then.
+#[test]
+fn what_lives_counts_also_where_it_cannot_be_written_again_and_is_not_forgotten() {
+    let mut back = PutBack::new();
+    let next = back.has_no_room();
+    back.is_looked_at().unwrap_err();
+    write(&back.site.paths, &back.older).unwrap_err();
+    assert_eq!(back.of_living().as_ref(), Some(&back.now));
+    let ram = RamFile::open(&back.site.paths.ram_file(3), 16 << 20).unwrap();
+    let (config, paths, ram) = (&back.site.config, &back.site.paths, Arc::new(ram));
+    let disks = Disks::go_on(config, paths, 3, &ram, (true, None), None).unwrap();
+    assert_eq!(*disks.0.what(), back.now);
+    // Nothing is done of it before it is certain what counts after the next power cut.
+    assert!(disks.0.change(|_| ()).is_err());
+    std::fs::remove_dir(next).unwrap();
+    disks.0.change(|_| ()).unwrap();
+    assert_eq!(back.read().0, back.now);
 }
 
 #[test]
-fn what_could_not_be_written_leaves_no_older_word_of_what_lives() {
-    let site = Site::new();
-    let (older, ..) = put_back_on(&site);
-    let next = format!("{}.new", site.paths.disks().display());
-    std::fs::create_dir(&next).unwrap();
-    write(&site.paths, &older).unwrap_err();
-    assert!(!site.paths.living_disks().exists());
-    std::fs::remove_dir(&next).unwrap();
-    write(&site.paths, &older).unwrap();
-    remove(&site.paths).unwrap();
-    assert!(!site.paths.disks().exists() && !site.paths.living_disks().exists());
+fn what_a_guest_has_is_in_its_run_directory_again_once_somebody_looks() {
+    let back = PutBack::new();
+    write(&back.site.paths, &back.now).unwrap();
+    forget_living(&back.site.paths).unwrap();
+    assert!(is_kept(&back.site.paths, &back.now));
+    assert!(says(&back.site.paths.living_disks(), &back.now));
+    remove(&back.site.paths).unwrap();
+    let paths = &back.site.paths;
+    assert!(!paths.disks().exists() && !paths.living_disks().exists());
 }

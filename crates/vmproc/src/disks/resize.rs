@@ -6,7 +6,7 @@
 //! lock and by what they say of themselves, disks that their guests only read, and what [`godwit_blockio::grow`] refuses.
 
 use super::claim::{as_opener, bears_record, fresh_id, named};
-use super::left::kept;
+use super::left::of_earlier;
 use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
 use crate::faults::{planted, reached};
@@ -125,7 +125,7 @@ impl AtRest {
         }
         let held = as_opener(&self.config, self.owner().uid, || holder::read(image));
         let found = held.map_err(unread)?.as_ref().map(record_of).transpose()?;
-        let known = kept(&self.paths, &self.spec.disks).known;
+        let known = of_earlier(&self.paths, &self.spec.disks).known;
         let fresh = fresh_id().map_err(unread)?;
         let claim = ImageClaim {
             vm: &self.config.vm,

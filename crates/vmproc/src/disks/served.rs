@@ -89,7 +89,7 @@ pub(super) struct Served {
     pub(super) config: VmProcessConfig,
     pub(super) paths: Paths,
     /// As it is written down, or will be with the next change ([`Self::amend`]).
-    what: Mutex<Arc<ServedDisks>>,
+    pub(super) what: Mutex<Arc<ServedDisks>>,
     ram: Arc<RamFile>,
     /// One for each of its disks; `None`: it cannot be served, and is tried again.
     pub(super) disks: Mutex<Vec<Option<Arc<Disk>>>>,

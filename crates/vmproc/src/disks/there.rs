@@ -209,10 +209,9 @@ pub(crate) fn has_disks_of(paths: &Paths, migration: &MigrationId) -> bool {
         return false;
     };
     let disks = what.those_along(migration);
-    let known = |disk: &str| what.known.iter().find(|known| known.disk == disk).cloned();
     disks.is_some_and(|disks| {
         let all = disks.into_iter().map(|then| Asked {
-            known: known(&then.disk),
+            known: what.known_image(&then.disk).cloned(),
             open: None,
             then,
         });

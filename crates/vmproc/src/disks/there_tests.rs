@@ -97,7 +97,7 @@ fn a_source_that_could_not_read_all_of_an_image_does_not_say_that_it_has_the_dis
         write(&left);
         assert_eq!(off(&left), has);
         // The next QEMU's record has it, too.
-        let kept = super::super::left::kept(&left.paths, &left.what.disks);
+        let kept = super::super::left::of_earlier(&left.paths, &left.what.disks);
         assert_eq!(kept.unread.is_empty(), has);
         assert_eq!(kept.along, left.what.along);
     }
