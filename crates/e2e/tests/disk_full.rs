@@ -249,6 +249,12 @@ fn a_guest_whose_disk_is_full_is_not_migrated_and_stays() -> Result<()> {
         let error = refused.err().context("it is on its way")?.to_string();
         let told = ["not migrated while its disk 'root' is full", "move-disk"];
         ensure!(told.iter().all(|word| error.contains(word)), "{error}");
+        // As a dry run asks.
+        let beforehand = a
+            .ask(&VmRequest::Blockers)
+            .err()
+            .context("nothing stands in its way")?;
+        ensure!(beforehand.to_string() == error, "{beforehand}");
         match is_paused {
             false => {
                 small.is_full()?;

@@ -305,6 +305,8 @@ fn a_vm_does_not_leave_its_host_while_its_disks_are_on_their_way() -> Result<()>
         .try_begin(&site.pair.a, &site.pair.b, &Options::default())?;
     let refused = format!("{:#}", begun.err().context("it was let go")?);
     ensure!(refused.contains("are being moved"), "{refused}");
+    let beforehand = site.pair.a.ask(&VmRequest::Blockers);
+    ensure!(beforehand.is_err_and(|why| why.to_string().contains("are being moved")));
     site.pair.a.release()?;
     ensure!(move_ended(&site)?.state == DiskMoveState::Moved);
     is_at(&mut site, &fast)?;

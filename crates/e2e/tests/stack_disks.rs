@@ -351,6 +351,7 @@ fn whoever_follows_a_disk_s_move_hears_of_its_end_though_agent_and_controller_be
             let listed = stack.ok("controller", &["vm", "move-disk", "one", "--list"])?;
             Ok(listed.contains("under way"))
         })?;
+        is_refused_beforehand(&stack)?;
         stack.restart_daemon("a")?;
         stack.restart_daemon("controller")?;
         followed
@@ -364,6 +365,17 @@ fn whoever_follows_a_disk_s_move_hears_of_its_end_though_agent_and_controller_be
     );
     goes_on(&stack, "one")?;
     stack.remove("one")
+}
+
+/// A dry run of a migration tells what the migration is refused for, where the disk is still on its way after it.
+fn is_refused_beforehand(stack: &Stack) -> Result<()> {
+    let dry = ["vm", "migrate", "one", "--to", "b", "--dry-run"];
+    let told = stack.run("controller", &dry)?;
+    let listed = stack.ok("controller", &["vm", "move-disk", "one", "--list"])?;
+    let said = format!("{}{}", told.stdout, told.stderr);
+    let is_told = told.code == Some(3) && said.contains("disks of VM 'one' are being moved");
+    ensure!(is_told || !listed.contains("under way"), "{told:?}");
+    Ok(())
 }
 
 #[test]

@@ -48,3 +48,4 @@ pub mod trial;
 pub mod uefi;
 pub mod user;
 pub mod voice;
+mod whose;

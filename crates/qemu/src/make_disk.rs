@@ -14,6 +14,7 @@ use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
+use crate::whose::{whose, whose_at};
 use godwit_blockio::{Access, holder, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
@@ -64,6 +65,9 @@ pub struct Maker<'a> {
 impl Maker<'_> {
     /// Makes it, unless it is there. Why not is a part of a sentence.
     pub fn make(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
+        // Who has it alone is told with the rights of this process.
+        let from = disk.from.as_deref();
+        let has_it = from.and_then(|from| whose_at(Path::new(from)));
         std::thread::scope(|scope| {
             // Rights belong to threads: this one has them until it ends.
             let work = scope.spawn(|| {
@@ -73,14 +77,18 @@ impl Maker<'_> {
                         "this process cannot have the rights of user {uid} of group {gid}: {errno}"
                     )
                 })?;
-                self.make_as_user(disk, progress)
+                self.make_as_user((disk, has_it.as_ref()), progress)
             });
             let broke = Err("the work broke off".to_owned());
             work.join().unwrap_or(broke)
         })
     }
 
-    fn make_as_user(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
+    fn make_as_user(
+        &self,
+        (disk, has_it): (&DiskSpec, Option<&ImageRecord>),
+        progress: &Progress,
+    ) -> Result<(), String> {
         let path = Path::new(&disk.path);
         let place = Place::open(path, self.reserved, self.user)?;
         let mark = mark_of(self.vm, disk);
@@ -91,7 +99,7 @@ impl Maker<'_> {
         let source = disk
             .from
             .as_deref()
-            .map(|from| Source::open(from, self.reserved, self.user));
+            .map(|from| Source::open((from, has_it), self.reserved, self.user));
         let source = source.transpose()?;
         if let Some(source) = &source {
             source.lock(self.vm, &disk.name)?;
@@ -361,6 +369,18 @@ struct Source {
     written: Written,
 }
 
+fn may_not_read(path: &str, has_it: Option<&ImageRecord>, user: User) -> String {
+    let User { uid, gid } = user;
+    let whose = has_it.map_or_else(String::new, |ImageRecord { vm, disk, .. }| {
+        format!(
+            ", made while VM '{vm}' is off, whose disk '{disk}' it is by what it says of itself,"
+        )
+    });
+    format!(
+        "the image {path} may not be read by QEMU's common user (uid {uid}, group {gid}): put a copy{whose} that this user may read where your images are"
+    )
+}
+
 /// How long a file is, and when it was written last.
 type Written = (u64, i64, i64);
 
@@ -370,16 +390,20 @@ fn written(file: &File) -> io::Result<Written> {
 }
 
 impl Source {
-    fn open(path: &str, reserved: &Reserved, user: User) -> Result<Self, String> {
+    /// `has_it` is whose disk it says that it is.
+    fn open(
+        (path, has_it): (&str, Option<&ImageRecord>),
+        reserved: &Reserved,
+        user: User,
+    ) -> Result<Self, String> {
         let cannot =
             |why: &dyn std::fmt::Display| format!("the image {path} cannot be read: {why}");
         let opened = open_looked_at(CWD, Path::new(path), OFlags::RDONLY);
         let file = opened.map_err(|why| match why {
-            NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!("the image {path} does not exist on this host: copy it there or correct the VM"),
-            NotOpened::Errno(Errno::ACCESS | Errno::PERM) => format!(
-                "the image {path} may not be read by QEMU's common user (uid {}, group {}): put a copy that this user may read where your images are",
-                user.uid, user.gid
+            NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!(
+                "the image {path} does not exist on this host: copy it there or correct the VM"
             ),
+            NotOpened::Errno(Errno::ACCESS | Errno::PERM) => may_not_read(path, has_it, user),
             NotOpened::Kind => format!("the image {path} is neither a file nor a block device"),
             why => cannot(&why),
         })?;
@@ -402,7 +426,7 @@ impl Source {
             needed,
             written,
         };
-        match source.whose().filter(|_| format != Format::Raw) {
+        match whose(&source.file).filter(|_| format != Format::Raw) {
             _ if bytes == 0 => Err(format!("the image {path} is empty")),
             Some(ImageRecord { vm, disk, .. }) => Err(format!(
                 "the image {path} is not used: it says that it is disk '{disk}' of VM '{vm}', which is raw, and begins as a qcow2 image does: its guest may have written that; if it is such an image, 'godwit image release {path}' on this host first"
@@ -419,7 +443,7 @@ impl Source {
         match lock_file(&self.file, path, Access::ReadOnly, &name, LOCK_WAIT) {
             Ok(()) => Ok(()),
             Err(error @ godwit_blockio::Error::InUse { .. }) => {
-                let whose = self.whose().map_or_else(String::new, |record| {
+                let whose = whose(&self.file).map_or_else(String::new, |record| {
                     let ImageRecord { vm, disk, .. } = record;
                     format!("; by what it says of itself it is disk '{disk}' of VM '{vm}', which may be copied while that VM is off")
                 });
@@ -433,11 +457,6 @@ impl Source {
     }
 
     /// Whose disk the image is, as it says itself.
-    fn whose(&self) -> Option<ImageRecord> {
-        let held = holder::read(self.file.as_fd()).ok()??;
-        serde_json::from_slice(&held.text).ok()
-    }
-
     /// A copy of what was written meanwhile is neither what was there before nor what is there now; a block device does not tell.
     fn must_be_unchanged(&self) -> Result<(), String> {
         let path = &self.path;

@@ -1,6 +1,7 @@
 //! Disks made from images, and what is refused; nothing half-made is ever left.
 
 use super::*;
+use crate::whose::tests::say_whose;
 use godwit_testkit::file_system::{Device, Mount};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::PathBuf;
@@ -108,21 +109,6 @@ fn a_copy_is_sparse_grown_and_for_the_group_and_is_made_once() {
     assert_eq!(&bytes, b"known");
 }
 
-/// Has an image say that it is disk 'data' of VM 'db'.
-fn say_whose(image: &File) {
-    let record = ImageRecord {
-        format: godwit_ownership::IMAGE_RECORD_FORMAT,
-        image: godwit_ownership::ImageId::new(7),
-        vm: VmName::new("db").unwrap(),
-        disk: "data".to_owned(),
-        holder: godwit_types::HostName::new("a").unwrap(),
-        generation: godwit_types::Generation(2),
-        taken: 1,
-    };
-    let text = serde_json::to_vec(&record).unwrap();
-    assert!(holder::replace(image.as_fd(), None, &text).unwrap());
-}
-
 #[test]
 fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_written() {
     let here = Here::new();
@@ -143,7 +129,12 @@ fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_writ
     // Others read it meanwhile, and no guest gets it for writing.
     let reader = open();
     lock(&reader, Access::ReadOnly, patient).unwrap();
-    let source = Source::open(path.to_str().unwrap(), &Reserved::default(), own_user()).unwrap();
+    let source = Source::open(
+        (path.to_str().unwrap(), None),
+        &Reserved::default(),
+        own_user(),
+    )
+    .unwrap();
     source.lock(&here.vm, "data").unwrap();
     drop(reader);
     let refused = lock(&open(), Access::ReadWrite, Duration::ZERO);
@@ -336,7 +327,7 @@ fn an_image_that_is_written_or_cut_while_it_is_copied_is_no_disk() {
     std::fs::write(&base, [1; 8192]).unwrap();
     let open = || {
         let path = base.to_str().unwrap();
-        Source::open(path, &Reserved::default(), own_user()).unwrap()
+        Source::open((path, None), &Reserved::default(), own_user()).unwrap()
     };
     let source = open();
     source.must_be_unchanged().unwrap();

@@ -10,6 +10,8 @@
 use crate::disk::{DiskError, make_image, open_image};
 use crate::disk_place::can_make_image;
 use crate::reserved::Reserved;
+use crate::whose::whose_at;
+use godwit_ownership::ImageRecord;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::os::fd::OwnedFd;
@@ -99,7 +101,12 @@ pub fn open_disks(
             }
             opened => opened,
         };
-        opened.map_err(|error| of_disk(host, vm, disk, error))
+        opened.map_err(|error| match (error, whose_at(path)) {
+            (DiskError::Denied { uid, .. }, Some(record)) if record.vm != *vm => {
+                of_another((host, vm, disk), &record, uid)
+            }
+            (error, _) => of_disk(host, vm, disk, error),
+        })
     };
     disks.iter().map(open).collect()
 }
@@ -143,6 +150,24 @@ fn as_either<R>(
         Err(DiskError::NoPlace { .. }) if own != common.uid => make(common.uid, common.gid),
         made => made,
     }
+}
+
+/// An image that another VM's user alone may open: nobody is told to take it from a guest that may be running.
+fn of_another(
+    (host, vm, disk): (&HostName, &VmName, &DiskSpec),
+    record: &ImageRecord,
+    uid: u32,
+) -> ApiError {
+    let (name, path) = (&disk.name, &disk.path);
+    let ImageRecord {
+        vm: other,
+        disk: its,
+        ..
+    } = record;
+    let message = format!(
+        "disk '{name}' of VM '{vm}' on host '{host}': the image {path} is disk '{its}' of VM '{other}' by what it says of itself, and that VM's user alone may open it: give this disk another image; once VM '{other}' is deleted, 'chown {uid} {path}' lets this one have it"
+    );
+    ApiError::new(ErrorCode::Preflight, message).on_host(host)
 }
 
 fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {
@@ -191,6 +216,7 @@ fn check_boot_files(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::whose::tests::say_whose;
     use std::fs::Permissions;
     use std::os::unix::fs::{PermissionsExt as _, chown};
 
@@ -305,6 +331,12 @@ mod tests {
             let error = error.to_string();
             assert!(error.contains("(uid 65534) may not open"), "{error}");
         }
+        // Another VM may be working with it.
+        let path = dir.path().join("disk");
+        say_whose(&std::fs::File::options().write(true).open(path).unwrap());
+        let error = open((OWN + 1, OWN + 1), 0o600).unwrap_err().to_string();
+        let told = ["is disk 'data' of VM 'db'", "once VM 'db' is deleted"];
+        assert!(told.iter().all(|words| error.contains(words)), "{error}");
     }
 
     #[test]

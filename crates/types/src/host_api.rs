@@ -351,7 +351,7 @@ pub enum VmRequest {
     },
     /// Type this to the guest on its serial console.
     TypeConsole(ConsoleTyped),
-    /// QEMU's reasons against a migration.
+    /// QEMU's reasons against a migration; refused where one is refused for now.
     Blockers,
     /// Measure for this long how the guest writes, at most [`MEASURE_MS_MAX`]; refused while a migration runs.
     MeasureDirtyRate {

@@ -67,11 +67,13 @@ impl Agent {
     ) -> Reply<PreflightOutgoing> {
         let supervised = self.known(name)?;
         let vm = self.vm(name).await?;
-        let mut blockers = Vec::new();
+        let (mut blockers, mut for_now) = (Vec::new(), None);
         if matches!(vm.state, VmState::Running | VmState::Paused) {
-            match supervised.ask(&VmRequest::Blockers, ACT).await? {
-                VmAnswer::Blockers(found) => blockers = found,
-                _ => return Err(unexpected(name)),
+            match supervised.ask(&VmRequest::Blockers, ACT).await {
+                Ok(VmAnswer::Blockers(found)) => blockers = found,
+                Ok(_) => return Err(unexpected(name)),
+                Err(refused) if is_for_now(&refused) => for_now = Some(refused),
+                Err(error) => return Err(error),
             }
         }
         let addresses = self.addresses.migration();
@@ -98,7 +100,8 @@ impl Agent {
         let looked = looked.await.map_err(took_too_long)?;
         let ((file_hashes, missing), (disks, unmovable), uefi) = looked;
         let uefi = uefi.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-        let refusals = report.refusals.into_iter().chain(missing);
+        let refusals = for_now.into_iter().chain(report.refusals);
+        let refusals = refusals.chain(missing);
         Ok(PreflightOutgoing {
             uefi: uefi.flatten(),
             refusals: refusals.chain(unmovable).collect(),
@@ -177,6 +180,14 @@ impl Agent {
         probe::send(nonce, &bridges, self.host())?;
         Ok(done(format!("sent from {} port groups", bridges.len())))
     }
+}
+
+/// Whether a VM process refuses what it would do at another time.
+fn is_for_now(error: &ApiError) -> bool {
+    matches!(
+        error.code,
+        ErrorCode::AlreadyMigrating | ErrorCode::WrongState
+    )
 }
 
 #[cfg(test)]
