@@ -16,7 +16,7 @@ impl Bell {
     /// One that has not rung.
     pub fn new() -> Result<Self, Error> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let bell = bell.map_err(|errno| Error::Ring {
+        let bell = bell.map_err(|errno| Error::System {
             action: "make a descriptor",
             source: errno.into(),
         });

@@ -109,7 +109,7 @@ impl Engine {
     /// Tells of each time that `fd` becomes readable, until [`Self::unwatch`]. A token is any number below 2^62.
     pub fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Error> {
         if token >= FIRST {
-            return Err(Error::Ring {
+            return Err(Error::System {
                 action: "watch a descriptor",
                 source: std::io::ErrorKind::InvalidInput.into(),
             });

@@ -24,6 +24,13 @@ pub enum Error {
         /// As far as the kernel tells.
         holder: String,
     },
+    /// The kernel gives no thread or descriptor.
+    #[error("cannot {action}: {source}")]
+    System {
+        /// In words, as 'begin a thread'.
+        action: &'static str,
+        source: io::Error,
+    },
     /// The kernel gives no ring.
     #[error(
         "cannot {action} with io_uring: {source}; see that the sysctl kernel.io_uring_disabled is 0 and that the limit of locked memory (ulimit -l) is not used up"

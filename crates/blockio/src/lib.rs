@@ -2,7 +2,8 @@
 //!
 //! What it is for: a [`Request`] enters a [`Stack`] at the top, goes down through [`Filter`]s, which may pass it on, hold it,
 //! split it or answer it, and is carried out by the [`Engine`] on an [`Image`]; its [`Outcome`] comes up the same way. One
-//! thread owns a stack and everything below it, so that nothing here is locked.
+//! thread owns a stack and everything below it, so that a request passes no lock but those of a mirroring ([`filters::Course`],
+//! [`SecondImage`]), which are held for a few instructions.
 //!
 //! Who owns the state: the guest owns its buffers, which a request lends to the kernel; an image's file belongs to whoever
 //! holds its lock ([`Image::lock`]), and the kernel keeps that lock for as long as a request is under way, also when this

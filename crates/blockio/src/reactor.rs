@@ -64,7 +64,7 @@ impl Reactor {
 
     /// Tells of each time that `fd` becomes readable, until [`Self::unwatch`]. A token may be any number but the highest.
     pub fn watch(&mut self, fd: BorrowedFd<'_>, token: u64) -> Result<(), Error> {
-        let own = fd.try_clone_to_owned().map_err(|source| Error::Ring {
+        let own = fd.try_clone_to_owned().map_err(|source| Error::System {
             action: "watch a descriptor",
             source,
         })?;

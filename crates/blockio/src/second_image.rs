@@ -122,6 +122,8 @@ impl SecondImage {
         self.0.lock().is_done_to(last)
     }
 
+    /// Makes durable what was written, and then looks at something, both within this limit; nothing where that took longer. It goes on then, on
+    /// a thread of its own.
     pub(crate) fn sync_within<R: Send + 'static>(
         &self,
         limit: Duration,
@@ -318,7 +320,7 @@ impl Shared {
 }
 
 fn no_thread(source: std::io::Error) -> Error {
-    Error::Ring {
+    Error::System {
         action: "begin a thread",
         source,
     }
@@ -329,6 +331,12 @@ mod tests {
     use super::*;
     use crate::filters::REGION;
     use crate::{Access, Buffer};
+
+    #[test]
+    fn a_thread_that_cannot_begin_is_told_of_without_a_word_of_io_uring() {
+        let refused = no_thread(std::io::ErrorKind::OutOfMemory.into());
+        assert_eq!(refused.to_string(), "cannot begin a thread: out of memory");
+    }
 
     #[test]
     fn a_copied_region_is_given_to_storage_in_pieces_beside_which_a_guests_writes_are_not_many() {

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{request_of, volume, write_of};
-use godwit_blockio::filters::{Change, Course, Fault, Mirroring, Origin, Outlet};
+use godwit_blockio::filters::{Change, Course, Fault, Mirroring, Origin, Outlet, PATIENCE};
 use godwit_blockio::{
     Access, Arriving, Bell, Buffer, Data, Engine, Filter, Image, Outcome, SecondImage, Stack, Work,
     switch_over,
@@ -141,19 +141,30 @@ impl Site {
         }
     }
 
-    /// What is finished within some turns: whatever the source does has long ended then.
+    /// What is finished until all stands still: the source has nothing under way, what the destination has said was heard, and a whole look
+    /// of the mirroring's has changed neither. From then on nothing happens but by the test or by somebody's patience.
     fn finished(&mut self) -> Vec<u64> {
-        let mut finished = Vec::new();
-        let until = Instant::now() + Duration::from_millis(60);
-        while Instant::now() < until {
-            self.stack.turn(Some(until), &mut Vec::new()).unwrap();
+        let (mut finished, limit) = (Vec::new(), Instant::now() + LONG);
+        // The look that is to come since all stands still.
+        let mut next_look = None;
+        loop {
+            assert!(Instant::now() < limit, "it never stands still");
+            self.stack.turn(Some(limit), &mut Vec::new()).unwrap();
+            let before = finished.len();
             while let Some((request, outcome)) = self.stack.finished() {
                 let is_to_fail = request.token == FAILS;
                 assert_eq!(outcome == Outcome::Done, !is_to_fail, "{outcome:?}");
                 finished.push(request.token);
             }
+            let was_heard = self.given.lock().unwrap().ended.is_empty();
+            if finished.len() > before || self.stack.bottom.under_way() > 0 || !was_heard {
+                next_look = None;
+            } else if next_look.is_none() {
+                next_look = self.stack.wake_at();
+            } else if next_look != self.stack.wake_at() {
+                return finished;
+            }
         }
-        finished
     }
 
     /// The destination has carried out all that it was given, and says so.
@@ -375,12 +386,14 @@ fn while_bound(site: &mut Site, work: impl FnOnce(&mut Site, Sender<()>)) {
 #[test]
 fn a_bound_image_that_fails_is_waited_for_until_it_is_released() {
     while_bound(&mut Site::equal(), |site, _go| {
-        site.stack.submit(write_of(0, 4096, 7, 1), Instant::now());
+        let began = Instant::now();
+        site.stack.submit(write_of(0, 4096, 7, 1), began);
         site.course.fail("its storage is gone".to_owned());
-        // Longer than anybody waits for one that is not bound.
-        for _ in 0..15 {
+        while began.elapsed() <= PATIENCE {
             assert_eq!(site.finished(), [0; 0]);
         }
+        // Nor by a look at which anybody's patience is over with one that is not bound.
+        assert_eq!(site.finished(), [0; 0]);
         site.confirm();
         assert_eq!(site.finished(), [1]);
     });

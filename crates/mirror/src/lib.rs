@@ -130,7 +130,6 @@ struct Write {
 pub struct Mirror {
     bytes: u64,
     region_bytes: u64,
-    copies_max: usize,
     is_attached: bool,
     /// Regions that may be copied at once for now.
     allowed: usize,
@@ -172,15 +171,13 @@ macro_rules! planted {
 }
 
 impl Mirror {
-    /// Of a disk of so many bytes, copied in regions of `region_bytes`, up to `copies` of them at once (at least one, and at
-    /// most [`COPIES_MAX`]). It is detached at first.
-    pub fn new(bytes: u64, region_bytes: u64, copies: usize) -> Self {
+    /// Of a disk of so many bytes, copied in regions of `region_bytes`. It is detached at first.
+    pub fn new(bytes: u64, region_bytes: u64) -> Self {
         let region_bytes = region_bytes.max(1);
         let left = bytes.div_ceil(region_bytes);
         Self {
             bytes,
             region_bytes,
-            copies_max: copies.clamp(1, COPIES_MAX),
             is_attached: false,
             allowed: COPIES_MAX,
             has_ended: false,
@@ -246,10 +243,10 @@ impl Mirror {
         self.advance()
     }
 
-    /// So many regions may be copied at once for now, of those that the mirror was made for. Nothing is locked that could
-    /// not be given to the destination.
+    /// So many regions may be copied at once for now, and [`COPIES_MAX`] at most. Nothing is locked that could not be given to
+    /// the destination.
     pub fn allow(&mut self, copies: usize) -> Vec<Step> {
-        self.allowed = copies;
+        self.allowed = copies.min(COPIES_MAX);
         self.advance()
     }
 
@@ -445,7 +442,7 @@ impl Mirror {
 
     fn lock_more(&mut self) {
         let end = self.regions.len() as u64;
-        while self.busy.len() < self.copies_max.min(self.allowed) && self.next < end {
+        while self.busy.len() < self.allowed && self.next < end {
             let index = self.next;
             // A write that waits goes first: one that touches many regions would else wait for each of them in turn.
             let range = self.range_of(index);

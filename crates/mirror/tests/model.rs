@@ -149,7 +149,8 @@ fn a_mirror_that_is_given_up_holds_no_write() {
 
 #[test]
 fn a_write_that_fails_at_the_source_is_told_and_its_region_copied_again() {
-    let mut mirror = Mirror::new(16, 8, 1);
+    let mut mirror = Mirror::new(16, 8);
+    mirror.allow(1);
     let [Step::Copy(first)] = &mirror.attach()[..] else {
         panic!("no copy began");
     };
@@ -175,7 +176,8 @@ fn a_write_that_fails_at_the_source_is_told_and_its_region_copied_again() {
 
 #[test]
 fn a_write_over_many_regions_waits_for_those_alone_that_are_being_copied() {
-    let mut mirror = Mirror::new(64, 8, 2);
+    let mut mirror = Mirror::new(64, 8);
+    mirror.allow(2);
     let copies = mirror.attach();
     assert_eq!(copies.len(), 2);
     assert_eq!(mirror.write(1, 8..64), []);
@@ -187,8 +189,16 @@ fn a_write_over_many_regions_waits_for_those_alone_that_are_being_copied() {
 }
 
 #[test]
+fn no_more_regions_are_copied_at_once_than_a_mirror_ever_copies() {
+    let mut mirror = Mirror::new(SECTORS, 1);
+    mirror.allow(usize::MAX);
+    assert_eq!(mirror.attach().len(), COPIES_MAX);
+}
+
+#[test]
 fn what_makes_no_sense_changes_nothing() {
-    let mut mirror = Mirror::new(SECTORS, 8, 2);
+    let mut mirror = Mirror::new(SECTORS, 8);
+    mirror.allow(2);
     mirror.attach();
     let refused = |write| Step::Answer { write, done: false };
     for range in [0..0, 5..5, 60..65, u64::MAX - 1..u64::MAX] {

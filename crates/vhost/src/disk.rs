@@ -1,7 +1,9 @@
 //! A disk's thread: hears QEMU and the VM process, takes requests, gives answers.
 //!
-//! Who owns the state: the thread owns everything here. It never waits but for all that may happen at once; so QEMU gets its
-//! answer to 'end this queue' when the last request is done, and what else happens goes on meanwhile.
+//! Who owns the state: the thread owns everything here. It waits for all that may happen at once; so QEMU gets its answer to
+//! 'end this queue' when the last request is done, and what else happens goes on meanwhile. It waits for one thing alone where its
+//! image changes hands, while none of its requests is under way: for the lock of an image that it takes, with the patience that it is
+//! given, and for what it makes durable before it gives one back. QEMU and whoever asks it are heard after that.
 //!
 //! What it refuses: a second front end while one is connected or requests of the last one are under way.
 
@@ -374,7 +376,7 @@ impl Device {
             did = true;
             let token = request.token;
             if (token >> 32) as u16 != self.guest.life {
-                self.is_unheard(&request, outcome);
+                self.note_unheard(&request, outcome);
                 continue;
             }
             if self.parks(&request, outcome) {

@@ -59,6 +59,7 @@ pub struct Status {
     /// How long QEMU has been connected without a word. A new one says much at once. Version 7.2 says nothing before it
     /// starts the disk, if it connects again to one that was not started.
     pub mute_for: Option<Duration>,
+    /// Queues that QEMU has begun and not ended.
     pub running: usize,
     /// Requests that filters or the kernel have.
     pub under_way: usize,
@@ -194,6 +195,7 @@ impl Disk {
         }
     }
 
+    /// Takes requests again after [`Self::hold`], without waiting for it.
     pub fn release(&self) -> Result<(), Error> {
         self.tell(Command::Release)
     }
@@ -206,7 +208,20 @@ impl Disk {
     /// Takes the image of a disk that began without, or gave it back, as [`godwit_blockio::Image::lock`]. Without its image a
     /// disk takes no requests.
     pub fn take_image(&self, name: &str, patience: Duration) -> Result<(), Error> {
-        self.ask(|answer| Command::Take(name.to_owned(), patience, answer))?
+        self.take_image_beyond(ANSWER, name, patience)
+    }
+
+    /// Waits for the answer for so long beyond the patience that the thread itself has.
+    fn take_image_beyond(
+        &self,
+        limit: Duration,
+        name: &str,
+        patience: Duration,
+    ) -> Result<(), Error> {
+        let limit = limit.saturating_add(patience);
+        self.ask_within(limit, |answer| {
+            Command::Take(name.to_owned(), patience, answer)
+        })?
     }
 
     /// The image's own descriptor once more. The image stays locked, if it is, for as long as it is open.
@@ -290,24 +305,33 @@ impl Disk {
         Ok(())
     }
 
-    /// The thread never waits for anything, so its answer comes; but it may be in the kernel's hands.
+    /// The thread waits for nothing alone but for an image that changes hands ([`Self::take_image`], [`Self::give_image_back`]), so its
+    /// answer comes; but it may be in the kernel's hands.
     fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<T, Error> {
+        self.ask_within(ANSWER, command)
+    }
+
+    fn ask_within<T>(
+        &self,
+        limit: Duration,
+        command: impl FnOnce(Sender<T>) -> Command,
+    ) -> Result<T, Error> {
         let (answer, answers) = channel();
         self.tell(command(answer))?;
-        self.roused(&answers).map_err(|error| match error {
-            RecvTimeoutError::Timeout => Error::Silent { waited: ANSWER },
+        self.roused(&answers, limit).map_err(|error| match error {
+            RecvTimeoutError::Timeout => Error::Silent { waited: limit },
             RecvTimeoutError::Disconnected => Error::Ended,
         })
     }
 
-    /// What comes of the thread, which is roused if that takes long.
-    fn roused<T>(&self, news: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+    /// What comes of the thread within this limit; it is roused if that takes long.
+    fn roused<T>(&self, news: &Receiver<T>, limit: Duration) -> Result<T, RecvTimeoutError> {
         let soon = news.recv_timeout(ROUSE_AFTER);
         if !matches!(soon, Err(RecvTimeoutError::Timeout)) {
             return soon;
         }
         // It may wait for one thing after the other, and a signal that comes before it waits does nothing.
-        let until = Instant::now() + (ANSWER - ROUSE_AFTER);
+        let until = Instant::now() + limit.saturating_sub(ROUSE_AFTER);
         loop {
             self.thread.as_ref().inspect(|thread| rouse(thread));
             let answer = news.recv_timeout(ROUSE_EVERY);
@@ -323,7 +347,7 @@ impl Drop for Disk {
     fn drop(&mut self) {
         let _ = self.tell(Command::Stop);
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let has_ended = self.roused(&ended);
+        let has_ended = self.roused(&ended, ANSWER);
         drop(ended);
         match (has_ended, self.thread.take()) {
             (Err(RecvTimeoutError::Disconnected), Some(thread)) => drop(thread.join()),
@@ -331,5 +355,53 @@ impl Drop for Disk {
                 "a disk's thread does not end; its image stays locked until it does"
             ),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::Geometry;
+    use godwit_blockio::Access;
+    use godwit_guestmem::RamFile;
+    use std::sync::Arc;
+
+    #[test]
+    fn whoever_takes_an_image_that_another_has_hears_that_and_no_silence() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = directory.path().join("disk.raw");
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let open = || Image::open(&path, Access::ReadWrite, 512).unwrap();
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let ram = RamFile::create(&memory.path().join("ram"), 2 << 20, None).unwrap();
+        let disk = Disk::start(Settings {
+            name: "root".to_owned(),
+            socket: directory.path().join("socket"),
+            owner: None,
+            image: open(),
+            geometry: Geometry {
+                bytes: 1 << 20,
+                block: 512,
+                queues: 1,
+                read_only: false,
+                erases: true,
+                serial: String::new(),
+            },
+            filters: Vec::new(),
+            ram: Arc::new(ram),
+            has_image: false,
+            waits_for_room: true,
+            handed: None,
+        })
+        .unwrap();
+        let mut holder = open();
+        holder.lock("other", Duration::ZERO).unwrap();
+        // Longer than its thread has for any other answer.
+        let (answer, patience) = (Duration::from_secs(1), Duration::from_millis(1500));
+        let refused = disk.take_image_beyond(answer, "root", patience);
+        let Err(Error::Image(godwit_blockio::Error::InUse { .. })) = refused else {
+            panic!("{refused:?}");
+        };
     }
 }

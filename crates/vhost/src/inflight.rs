@@ -7,6 +7,9 @@
 //! always for [`RING_MAX`] entries, whatever size QEMU says: on version 10 a ring may become larger than that.
 //! A header of 16 bytes: features, version, entries, the head answered last, and the index of the used ring after it. Then
 //! for each head 16 bytes: whether it is under way, and its number in the order of taking.
+//!
+//! Who owns the state: QEMU keeps the memory, the disk's thread reads and writes it. Refuses: a memory that is not as it was given, and
+//! heads and queues for which it has no place, which change nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::SeqCst;

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 impl Device {
     /// Nobody hears of this outcome.
-    pub(crate) fn is_unheard(&mut self, request: &Request, outcome: Outcome) {
+    pub(crate) fn note_unheard(&mut self, request: &Request, outcome: Outcome) {
         self.lost_sync |= syncs(request) && matches!(outcome, Outcome::Failed(_));
     }
 

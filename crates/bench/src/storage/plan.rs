@@ -1,6 +1,6 @@
 //! What is measured: cells with their volumes, loads and systems.
 //!
-//! Pure. Refuses names that no cell has, and sets for `--quick` that take too long.
+//! Pure. Refuses names that no cell has.
 
 use super::model::Model;
 use super::row::Row;

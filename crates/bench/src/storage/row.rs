@@ -13,10 +13,11 @@ pub type Results = crate::row::Results<Row>;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Row {
-    /// `oio`, `size`, `latency`, `slow-destination`, `steady` or `local`.
+    /// `oio`, `size`, `latency`, `slow-destination`, `steady`, `local` or `guest`.
     pub scenario: String,
     pub cell: String,
-    /// `godwit`, `qsd` (QEMU's storage daemon), `qemu-mirror` (a QEMU without a guest), or `offline`.
+    /// `godwit`, `qsd` (QEMU's storage daemon), `qemu-mirror` (a QEMU without a guest), `qemu-virtio-blk` (one with
+    /// a guest, and its own device), or `offline`.
     pub system: String,
     /// How the system was set.
     pub method: String,
@@ -28,7 +29,7 @@ pub struct Row {
     pub total_s: Option<f64>,
     /// What both sides' bytes take at the model's rate, the load's among them.
     pub bound_s: Option<f64>,
-    /// How long the guest's CPUs stood still; a move on one host stops none.
+    /// How long the guest's CPUs stood still. Empty in every row: moves on one host stop none, and no others are measured.
     pub downtime_ms: Option<f64>,
     /// Longest time without an answer around the change of images.
     pub switch_stall_ms: Option<f64>,
@@ -36,7 +37,7 @@ pub struct Row {
     pub longest_hold_ms: Option<f64>,
     pub iops_before: Option<f64>,
     pub iops_during: Option<f64>,
-    /// Mean of the writes during the move, or of all in `steady` and `local`.
+    /// Mean of the writes during the move, or of all in `steady`, `local` and `guest`.
     pub write_latency_ms: Option<f64>,
     /// Of one write, in ms squared.
     pub write_latency_variance: Option<f64>,

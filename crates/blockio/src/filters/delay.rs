@@ -1,4 +1,6 @@
 //! Makes a disk slow, for tests: each request waits so long before it goes on.
+//!
+//! Owns the requests that wait. Refuses nothing.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

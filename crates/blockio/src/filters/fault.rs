@@ -1,4 +1,6 @@
 //! Breaks a disk, for tests: so many writes to come fail, or all to one place.
+//!
+//! What is to fail is owned by the disk's thread and the test that steers it, together. Refuses nothing: what is no write goes on.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

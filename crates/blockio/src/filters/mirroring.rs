@@ -27,7 +27,7 @@ use super::pace::copies_beside;
 use super::waits::{Flushing, Given};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
-/// What one look counts for in that average, which goes back over a tenth of a second or so.
+/// What one look counts for in the average of how many requests the guest has under way, which goes back over a tenth of a second or so.
 const LOOK_COUNTS: f64 = 1.0 / 32.0;
 /// How often it is looked whether there is room again, and what others want.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -89,7 +89,7 @@ impl Mirroring {
     pub fn new(bytes: u64, outlet: Box<dyn Outlet>, course: &Course) -> Self {
         course.0.left_bytes.store(bytes, Ordering::Relaxed);
         Self {
-            mirror: Mirror::new(bytes, REGION, COPIES),
+            mirror: Mirror::new(bytes, REGION),
             outlet,
             course: course.clone(),
             writes: BTreeMap::new(),

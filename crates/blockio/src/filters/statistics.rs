@@ -12,13 +12,16 @@ use crate::{Filter, Outcome, Request, Work};
 /// What was done of one kind.
 #[derive(Debug, Default)]
 pub struct Count {
+    /// Those whose outcome came, whatever it was,
     pub requests: AtomicU64,
-    pub bytes: AtomicU64,
-    /// From when the request was made until its outcome came here, all together.
-    pub nanoseconds: AtomicU64,
-    pub most_nanoseconds: AtomicU64,
-    /// Of them, those that failed.
+    /// and those of them that were not done.
     pub failed: AtomicU64,
+    /// What all of them covered of the disk.
+    pub bytes: AtomicU64,
+    /// From when a request was made until its outcome came here, all together,
+    pub nanoseconds: AtomicU64,
+    /// and of the one that took longest.
+    pub most_nanoseconds: AtomicU64,
 }
 
 /// What was done since the disk began.

@@ -130,7 +130,8 @@ impl World {
         let mut numbers = Numbers(seed);
         let (region, copies) = (1 + numbers.below(9), 1 + numbers.below(5) as usize);
         let block = 1 << numbers.below(3);
-        let mut mirror = Mirror::new(SECTORS, region, copies);
+        let mut mirror = Mirror::new(SECTORS, region);
+        mirror.allow(copies);
         let (mut source, mut destination) = (vec![7; 64], vec![u64::MAX; 64]);
         if numbers.below(2) == 0 {
             // A hole, which a new image has, too.
@@ -471,7 +472,8 @@ impl World {
         }
         self.counts.unanswered += self.guest.is_told_nothing();
         let (region, copies) = self.made_with;
-        self.mirror = Mirror::new(SECTORS, region, copies);
+        self.mirror = Mirror::new(SECTORS, region);
+        self.mirror.allow(copies);
         self.newest = self.newest.take().map(|_| Newest::default());
     }
 }

@@ -1,4 +1,6 @@
-//! What of the unsynced survives a power cut.
+//! Decides what a power cut leaves of each file and each directory, so that a test's seed repeats it.
+//!
+//! Owns a generator of its own. Refuses nothing.
 
 /// What of the unsynced survives a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 //!
 //! The thread's own table of descriptors is what makes a volume end with its process: `/dev/fuse` is open in this thread
 //! alone, so no child and no thread that waits for the volume can keep it open.
+//!
+//! Owns nothing: whoever calls has the device. Refuses what the kernel does, with its error.
 
 use std::ffi::CString;
 use std::fs::File;
