@@ -15,7 +15,7 @@ use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
 use crate::whose::{whose, whose_at};
-use godwit_blockio::{Access, holder, lock_file};
+use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};

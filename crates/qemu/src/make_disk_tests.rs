@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::whose::tests::say_whose;
+use godwit_blockio::holder;
 use godwit_testkit::file_system::{Device, Mount};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::PathBuf;
