@@ -22,7 +22,7 @@ use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
 use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
-use godwit_qemu::disk::{is_taken, must_be_free};
+use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free};
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
@@ -378,10 +378,22 @@ impl Served {
             }
             std::thread::sleep(LOOK_EVERY);
         }
+        // Nothing is removed before it is certain that what is written does not call it the disk.
+        let certain = match self.must_save.load(Ordering::SeqCst) {
+            true => self.change(|_| ()),
+            false => Ok(()),
+        };
         let mut what = ServedDisks::clone(&self.what());
-        remove_left(&mut what);
-        if let Err(error) = self.change(|now| now.left = what.left) {
-            tracing::warn!(%error, "that a former image is removed is not written yet");
+        let before = what.left.clone();
+        let removed = certain.and_then(|()| {
+            remove_left(&mut what);
+            match what.left == before {
+                true => Ok(()),
+                false => self.change(|now| now.left = what.left),
+            }
+        });
+        if let Err(error) = removed {
+            tracing::warn!(%error, "that former images are removed is not written yet");
         }
     }
 
@@ -507,8 +519,12 @@ impl Served {
         let spec = what.disks.get(index).ok_or("the VM has no such disk")?;
         let held = self.held();
         let generation = held.ok_or("its guest may not run here any more")?;
-        let image = self.disk(index)?.lend_image();
-        let image = image.map_err(|error| error.to_string())?;
+        // Not on the disk's own descriptor: a flush of the guest's must hear itself of what the storage lost.
+        let image = self.open_file(spec).map_err(|error| error.message)?;
+        let found = identity_of_open(&image).map_err(|error| error.to_string())?;
+        if what.images.get(index) != Some(&found) {
+            return Err(format!("{} is another file", spec.path));
+        }
         let known = self.claim(spec, image.as_fd(), generation, Taking::Anew);
         let known = known.map_err(|error| error.message)?;
         known.into_iter().for_each(|known| self.keep_later(known));

@@ -227,3 +227,25 @@ fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fai
     assert!(is_there());
     disks.end();
 }
+
+/// A block device that was left stays noted for good.
+#[test]
+fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_written() {
+    let (site, left) = (Site::new(), (0x700, 0));
+    let ram = godwit_guestmem::RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let mut what = ServedDisks::none(1, (0, 0));
+    what.left = vec![super::super::left::Left {
+        disk: "root".into(),
+        path: "/dev/left".into(),
+        image: left,
+        known: None,
+        followed: true,
+    }];
+    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
+    let next = format!("{}.new", site.paths.disks().display());
+    std::fs::create_dir(&next).unwrap();
+    served.clean();
+    assert!(!served.must_save.load(Ordering::SeqCst));
+    served.end();
+    assert!(served.save().is_err(), "its hypervisor has ended");
+}

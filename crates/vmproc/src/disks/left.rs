@@ -9,7 +9,7 @@
 
 use super::devices;
 use super::entry::{Entry, Found};
-use super::former::{Former, Is, is_device, tell_left};
+use super::former::{Former, Is, is_device, said_by, tell_left};
 use super::images::remove;
 use super::record;
 use super::served::ServedDisks;
@@ -64,49 +64,62 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
     let Some(mut what) = moved(paths)? else {
         return Ok(());
     };
-    let described = spec.as_deref().map_or(&[][..], |spec| &spec.disks);
-    let is_described = |path: &str| described.iter().any(|disk| disk.path == path);
+    let described = spec.as_deref().map(|spec| &spec.disks[..]);
+    let is_described = |path: &str| {
+        described
+            .into_iter()
+            .flatten()
+            .any(|disk| disk.path == path)
+    };
     // It is a disk that somebody described since.
     what.left.retain(|left| !is_described(&left.path));
-    if spec.is_none() {
+    if described.is_none() {
         // Nobody starts anything with a description that could name it.
         what.left
             .retain(|left| !(left.followed && is_device(left.image)));
     }
-    settle_copying(&mut what, &is_described);
+    let settled = settle_copying(&mut what, described);
     remove_left(&mut what);
-    save(paths, &what)
+    save(paths, &what)?;
+    settled
 }
 
-/// Removes an image that is not whole, but where it may be a disk by now.
-fn settle_copying(what: &mut ServedDisks, is_described: &dyn Fn(&str) -> bool) {
+/// Removes an image that is not whole. Where it may be a disk by now only its other name is, and where it says that it is one nothing is
+/// started before a person has described it so.
+fn settle_copying(what: &mut ServedDisks, described: Option<&[DiskSpec]>) -> Result<(), String> {
     let Some(copying) = what.copying.take() else {
-        return;
+        return Ok(());
     };
     let path = &copying.path;
-    let may_be_disk = is_described(path) || !copying.is_surely_none(what);
-    let tell = || {
-        if !is_described(path) {
+    let mut disks = described.into_iter().flatten();
+    let is_described = disks.any(|disk| disk.path == *path);
+    if is_described || !copying.is_surely_none(what) {
+        if !is_described && described.is_some() && copying.was_taken_since() {
+            let why = format!(
+                "disk '{}' was moved to {path} after the state directory of this VM was copied, which was put back since: name {path} as the disk's 'path' in the VM's description, and start it then",
+                copying.disk
+            );
+            what.copying = Some(copying);
+            return Err(why);
+        }
+        if !is_described && copying.has_its_name() != Some(Is::Another) {
             tracing::error!(
                 "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
             );
         }
-    };
-    if may_be_disk && copying.has_its_name() == Some(Is::It) {
-        return tell();
+        if !remove(Path::new(&copying.beside)) {
+            let beside = &copying.beside;
+            tracing::warn!("{beside} is left there: nobody needs it");
+        }
+        return Ok(());
     }
     match copying.out_of_reach() {
-        Some([beside, named]) => {
-            what.left.push(beside);
-            match may_be_disk {
-                true => tell(),
-                false => what.left.push(named),
-            }
-        }
+        Some(left) => what.left.extend(left),
         None if copying.remove(what) => {}
         // It stays noted, and until it can be removed no other disk of the VM moves.
         None => what.copying = Some(copying),
     }
+    Ok(())
 }
 
 /// The VM's description follows the disks that are elsewhere. Touches none of their images, which may be out of reach.
@@ -278,6 +291,14 @@ impl Copying {
             image,
             known: self.known.as_ref(),
         })
+    }
+
+    /// Whether what has its name says that it was taken for a disk since: a move ends so.
+    fn was_taken_since(&self) -> bool {
+        let says = Entry::at(Path::new(&self.path)).and_then(|entry| said_by(&entry));
+        let (says, known) = (says.ok().flatten(), self.known.as_ref());
+        says.zip(known)
+            .is_some_and(|(says, known)| says.image == known.image && says.taken > known.taken)
     }
 
     /// Whether that is it; nothing where it cannot be told now.

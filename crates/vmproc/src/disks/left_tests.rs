@@ -121,18 +121,12 @@ fn an_older_copy_of_the_record_removes_no_disk_that_has_moved_since() {
     let another: Change = |dead, what| what.images = vec![dead.identity("new")];
     let named_otherwise: Change = |_, what| what.disks[0].name = "boot".into();
     let described: Change = |dead, _| dead.spec.disks[0].path = dead.path("new");
-    let taken_since: Change = |_, what| {
-        let copying = what.copying.as_mut().unwrap();
-        copying.known = Some(say(Path::new(&copying.path), 3));
-        say(Path::new(&copying.path), 4);
-    };
     for (files, is_so) in [
         (&["new"][..], gone),
         (&["new", "old"], off_a_device),
         (&["new", "old"], another),
         (&["new", "old"], named_otherwise),
         (&["new", "old"], described),
-        (&["new", "old"], taken_since),
     ] {
         let mut dead = Dead::with(files, |_, _| ());
         let mut what = dead.written();
@@ -141,6 +135,31 @@ fn an_older_copy_of_the_record_removes_no_disk_that_has_moved_since() {
         save_json(&dead.paths.disks(), &what).unwrap();
         assert_eq!(dead.settled().0, files);
         assert_eq!(dead.written().copying, None, "nobody looks at it again");
+    }
+}
+
+#[test]
+fn nothing_is_started_beside_the_image_to_which_its_disk_has_moved_since() {
+    for off_a_device in [false, true] {
+        let mut dead = Dead::with(&["new", "old"], |dead, what| {
+            let known = Some(say(Path::new(&dead.path("new")), 3));
+            say(Path::new(&dead.path("new")), 4);
+            what.copying = Some(Copying {
+                known,
+                ..dead.copying(Some("new"))
+            });
+            what.images = vec![match off_a_device {
+                true => (0x700, 0),
+                false => dead.identity("new"),
+            }];
+        });
+        let refused = settle_moves(&dead.paths, Some(&mut dead.spec)).unwrap_err();
+        assert!(refused.contains(&dead.path("new")), "{refused}");
+        settle_moves(&dead.paths, Some(&mut dead.spec)).unwrap_err();
+        // A person has described it.
+        dead.spec.disks[0].path = dead.path("new");
+        assert_eq!(dead.settled().0, ["new", "old"]);
+        assert_eq!(dead.written().copying, None);
     }
 }
 
@@ -156,9 +175,8 @@ fn what_may_be_a_disk_by_now_is_not_noted_for_removal_while_its_storage_is_away(
         what.images = vec![(0x700, 0)];
     });
     dead.settled();
-    let left = dead.written().left;
-    let paths: Vec<_> = left.iter().map(|left| left.path.as_str()).collect();
-    assert_eq!(paths, ["/no/such/place/new.moving-1"]);
+    let written = dead.written();
+    assert_eq!((written.left, written.copying), (Vec::new(), None));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use super::left::says_where;
 use super::served::{Served, ServedDisks};
 use crate::adoption::lock;
 use crate::files::Paths;
+use godwit_ownership::KnownImage;
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::vm::VmSpec;
 use std::io;
@@ -54,11 +55,24 @@ pub(super) fn of_living(
     (launch, ram): (u64, (u64, u64)),
 ) -> Result<Option<ServedDisks>, StoreError> {
     let is_its = |what: &ServedDisks| (what.launch, what.ram) == (launch, ram);
-    let living = load_json(&paths.living_disks())?.filter(is_its);
-    match living {
+    let living: Option<ServedDisks> = load_json(&paths.living_disks())?.filter(is_its);
+    match living.filter(|living| !is_overtaken(paths, living)) {
         Some(living) => Ok(Some(living)),
         None => Ok(load_json(&paths.disks())?.filter(is_its)),
     }
+}
+
+/// Whether the state directory knows of a later image of one of its disks: a version of Godwit that writes there alone was here since.
+fn is_overtaken(paths: &Paths, living: &ServedDisks) -> bool {
+    let Ok(Some(found)) = load_json::<ServedDisks>(&paths.disks()) else {
+        return false;
+    };
+    let is_of_it = (found.launch, found.ram) == (living.launch, living.ram);
+    let is_later = |known: &KnownImage| {
+        let before = living.known_image(&known.disk);
+        before.is_none_or(|before| before.taken < known.taken)
+    };
+    is_of_it && found.known.iter().any(is_later)
 }
 
 /// To be called before anything is done with the disks of a QEMU that may live, of this common user: what was written last for it is
@@ -78,7 +92,7 @@ pub(crate) fn put_back_living(
     let lives = living.map_or(true, |all| {
         all.iter().any(|qemu| qemu.launch == what.launch)
     });
-    if !is_its || !lives || says(&paths.disks(), &what) {
+    if !is_its || !lives || says(&paths.disks(), &what) || is_overtaken(paths, &what) {
         return Ok(());
     }
     tell_older();

@@ -4,6 +4,8 @@ use super::*;
 use crate::disks::Disks;
 use crate::testing::{FakeQemu, Site};
 use godwit_guestmem::RamFile;
+use godwit_ownership::ImageId;
+use godwit_types::Generation;
 use godwit_types::vm::DiskSpec;
 use std::sync::Arc;
 
@@ -101,6 +103,31 @@ fn of_a_hypervisor_that_is_gone_the_state_directory_tells() {
     assert_eq!(back.read(), (back.older.clone(), "/first".into()));
     let of_other = of_living(&back.site.paths, (3, (0, 0))).unwrap();
     assert_eq!(of_other, None);
+}
+
+/// A version that writes the state directory alone moved the disk.
+#[test]
+fn a_later_image_that_only_the_state_directory_knows_counts() {
+    let mut back = PutBack::new();
+    let known = |taken| KnownImage {
+        disk: "root".into(),
+        image: ImageId::new(7),
+        generation: Generation(2),
+        taken,
+    };
+    let (mut living, mut later) = (back.now.clone(), back.older.clone());
+    living.known = vec![known(3)];
+    later.known = vec![known(4)];
+    write(&back.site.paths, &living).unwrap();
+    save_json(&back.site.paths.disks(), &later).unwrap();
+    back.is_looked_at().unwrap();
+    assert_eq!(back.read(), (later.clone(), "/first".into()));
+    assert_eq!(back.of_living(), Some(later));
+    // One that was put back knows no more.
+    let mut earlier = back.older.clone();
+    earlier.known = vec![known(3)];
+    save_json(&back.site.paths.disks(), &earlier).unwrap();
+    assert_eq!(back.of_living(), Some(living));
 }
 
 /// The state directory is full just then.

@@ -536,6 +536,9 @@ impl Served {
     /// Writes down which images QEMU has.
     pub(super) fn save(&self) -> Result<(), ApiError> {
         let what = lock(&self.what);
+        if self.has_ended.load(Ordering::SeqCst) {
+            return Err(internal("the VM's hypervisor has ended"));
+        }
         self.write(&what)
     }
 
