@@ -49,6 +49,9 @@ impl Output {
     }
 }
 
+/// What takes less tells of no rate, s.
+const SHORTEST_S: f64 = 0.001;
+
 fn iteration_rows(report: &MigrationReport) -> Vec<Vec<String>> {
     let row = |number: usize, pass: &IterationReport, limited_by: String| {
         vec![
@@ -57,10 +60,10 @@ fn iteration_rows(report: &MigrationReport) -> Vec<Vec<String>> {
             pass.zero_pages.to_string(),
             mib(pass.bytes),
             format!("{:.2} s", pass.seconds),
-            // A pass that found nothing to send has no rate, and nothing limited it.
-            match pass.bytes {
-                0 => "-".into(),
-                bytes => rate(bytes as f64 / pass.seconds.max(1e-9)),
+            // A pass that found nothing to send has no rate, and nothing limited it; one that was over at once tells of none.
+            match pass.bytes > 0 && pass.seconds >= SHORTEST_S {
+                true => rate(pass.bytes as f64 / pass.seconds),
+                false => "-".into(),
             },
             limited_by,
         ]
@@ -168,11 +171,15 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
         );
         rows.push(("disks", text));
     }
-    let when = match report.outcome {
-        None => "now",
-        Some(_) => "on average",
+    // Of an ended move all that went over the link, disks and memory, by the whole time.
+    let told = match report.outcome {
+        None => format!("{} now", rate(report.wire_bytes_per_s)),
+        Some(_) => {
+            let average = report.bytes_on_wire as f64 / report.total_s.max(SHORTEST_S);
+            format!("{} on average", rate(average))
+        }
     };
-    rows.push(("rate", format!("{} {when}", rate(report.wire_bytes_per_s))));
+    rows.push(("rate", told));
     rows.push((
         "throughput",
         format!(

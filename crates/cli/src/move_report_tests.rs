@@ -43,7 +43,8 @@ fn a_cancelled_or_failed_move_tells_of_no_switchover_that_it_did_not_make() {
         assert_eq!(row(&ended, "switchover"), None, "{outcome}");
         // Its bytes are told.
         assert_eq!(row(&ended, "bytes on wire").unwrap(), "116.0 MiB");
-        assert_eq!(row(&ended, "rate").unwrap(), "13.5 MB/s on average");
+        // By the whole time, disks and memory together.
+        assert_eq!(row(&ended, "rate").unwrap(), "4.5 MB/s on average");
     }
 }
 
@@ -122,9 +123,15 @@ fn a_move_in_doubt_offers_no_command_without_its_condition() {
 fn a_pass_that_sent_nothing_was_limited_by_nothing() {
     let moved = report(json!({ "iterations": [
         {"pages_sent": 333, "zero_pages": 0, "bytes": 1_367_500, "seconds": 0.01, "limited_by": "link"},
-        {"pages_sent": 0, "zero_pages": 0, "bytes": 0, "seconds": 0.001, "limited_by": "link"}
+        {"pages_sent": 0, "zero_pages": 0, "bytes": 0, "seconds": 0.001, "limited_by": "link"},
+        {"pages_sent": 6, "zero_pages": 0, "bytes": 24_576, "seconds": 1e-7, "limited_by": "link"}
     ]}));
     let rows = iteration_rows(&moved);
     assert_eq!(rows[0][5..], ["136.8 MB/s", "link"], "{rows:?}");
     assert_eq!(rows[1][5..], ["-", "-"], "{rows:?}");
+    assert_eq!(
+        rows[2][5..],
+        ["-", "link"],
+        "over at once, it tells of no rate"
+    );
 }

@@ -173,7 +173,9 @@ fn broken_downtime(inputs: &Inputs, asked: &Asked, forecast: &Forecast) -> Optio
         asked: promised_ms,
         predicted: Some(expected_ms),
         message: format!(
-            "the pause would be about {expected_ms:.0} ms, not {promised_ms:.0} ms: {why}; allow a longer one with --max-downtime"
+            "the pause would be about {:.0} ms, not {promised_ms:.0} ms: {why}; allow a longer one with --max-downtime",
+            // Never what was asked for, where it is more.
+            expected_ms.ceil()
         ),
     })
 }

@@ -367,7 +367,11 @@ pub fn predict(
     }
     if disk_bytes > 0 {
         let mib = disk_bytes / MIB;
-        basis.push_str(&format!(", {mib} MiB of disks as fast as the link"));
+        let pace = match cap < link.bytes_per_s {
+            true => "under the same cap",
+            false => "as fast as the link",
+        };
+        basis.push_str(&format!(", {mib} MiB of disks {pace}"));
     }
     let forecast = predict::predict(&inputs, &asked);
     Foreseen {
@@ -556,7 +560,7 @@ mod tests {
             bytes: 80_000_000_000,
             used_bytes: 4_000_000_000,
         };
-        let disks = predict(&rate, &link, None, (&request, &[disk]));
+        let disks = predict(&rate, &link, None, (&request, &[disk.clone()]));
         assert!((5.0..6.5).contains(&disks.prediction.total_s), "{disks:?}");
         assert!(disks.prediction.basis.contains("3814 MiB of disks"));
         let late = &disks.cannot_keep[0].message;
@@ -573,5 +577,8 @@ mod tests {
         let promises: Vec<_> = capped.cannot_keep.iter().map(|p| p.promise).collect();
         assert_eq!(promises, [PromiseKind::Deadline]);
         assert!(capped.prediction.basis.ends_with("capped as asked"));
+        let disks = predict(&rate, &link, None, (&request, &[disk]));
+        let basis = disks.prediction.basis;
+        assert!(basis.ends_with("disks under the same cap"), "{basis}");
     }
 }
