@@ -116,7 +116,7 @@ async fn follow(
             .all(|name| moves.disks.iter().any(|disk| disk.disk == *name))
         {
             let message = format!(
-                "the VM process of VM '{vm}' ended while it moved disks: one that was not moved yet is where it was, see 'godwit vm show {vm}'; run the command again"
+                "the VM process of VM '{vm}' ended while it moved disks: one that was not moved yet is where it was, see 'godwit vm show {vm}'; run the command again with the names of those"
             );
             return Err(Failure::new(ErrorCode::WrongState, message));
         }
