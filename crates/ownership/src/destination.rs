@@ -124,15 +124,14 @@ impl VmCore {
             end(with, Ending::Failed),
             cleanup(),
         ];
-        let back = OnFail::Back(State::Elsewhere(Elsewhere::Absent));
+        self.forget_incoming(first)
+    }
+
+    /// The record says that nothing is on its way any more. Where that cannot be written it is tried again.
+    pub(crate) fn forget_incoming(&self, first: Vec<Step>) -> Reaction {
+        let absent = || State::Elsewhere(Elsewhere::Absent);
         let record = self.durable.with(Phase::Absent);
-        write_after(
-            State::Elsewhere(Elsewhere::Absent),
-            first,
-            record,
-            back,
-            Vec::new(),
-        )
+        write_after(absent(), first, record, OnFail::Back(absent()), Vec::new())
     }
 
     /// Never takes this attempt's generation: durable, QEMU dead, then said.

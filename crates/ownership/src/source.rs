@@ -351,6 +351,11 @@ impl VmCore {
                 Some(with) => go(self.state.clone(), self.tell_holding(with)),
                 None => Ignore("nothing is asked"),
             },
+            State::Elsewhere(Elsewhere::Absent)
+                if matches!(self.durable.phase, Phase::Incoming { .. }) =>
+            {
+                self.forget_incoming(Vec::new())
+            }
             State::Elsewhere(_)
             | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Coming(Coming::Incoming(_)) => Ignore("nothing is asked"),

@@ -419,6 +419,31 @@ fn a_successor_that_can_write_nothing_answers_nobody_and_keeps_the_guests_end() 
 }
 
 #[test]
+fn a_destination_whose_journal_was_full_forgets_what_does_not_come_once_there_is_room() {
+    let (mut b, _) = recover(absent_at(3), "b", Qemu::Dead);
+    b.handle(Event::Persisted);
+    b.handle(prepare(m1(), 4));
+    b.handle(Event::Persisted);
+    assert!(matches!(b.record().phase, Phase::Incoming { .. }));
+    b.handle(Event::IncomingFailed);
+    for _ in 0..2 {
+        let failed = b.handle(Event::PersistFailed { unchanged: true });
+        let waits = |action: &Action| matches!(action, Action::Arm(Timer::Ask));
+        assert!(failed.iter().any(waits), "{failed:?}");
+        assert!(matches!(b.record().phase, Phase::Incoming { .. }));
+        let again = b.handle(Event::Timeout(Timer::Ask));
+        assert!(matches!(again[..], [Action::Persist(_)]), "{again:?}");
+    }
+    b.handle(Event::Persisted);
+    assert_eq!(b.record().phase, Phase::Absent);
+    let nothing = b.handle(Event::Timeout(Timer::Ask));
+    assert!(
+        matches!(nothing[..], [Action::Ignored { .. }]),
+        "{nothing:?}"
+    );
+}
+
+#[test]
 fn records_that_contradict_themselves_are_refused() {
     let mut record = HostRecord::absent(vm());
     record.phase = Phase::Holds {
