@@ -73,6 +73,14 @@ impl Small {
         Ok(small)
     }
 
+    /// QEMU is asked what keeps its guest here, and then the disk that is full does.
+    fn qemu_answers(&self) -> Result<()> {
+        let answer = self.pair.a.ask(&VmRequest::Blockers);
+        let why = answer.err().context("nothing keeps the guest here")?;
+        ensure!(why.to_string().contains("disk 'root' is full"), "{why}");
+        Ok(())
+    }
+
     fn filler(&self) -> PathBuf {
         self.image.with_extension("filler")
     }
@@ -184,11 +192,7 @@ fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
         let small = Small::booted(usr.as_deref(), SOON)?;
         small.is_paused()?;
         let stuck = small.round()?;
-        // QEMU answers all the while.
-        ensure!(matches!(
-            small.pair.a.ask(&VmRequest::Blockers)?,
-            VmAnswer::Blockers(_)
-        ));
+        small.qemu_answers()?;
         let starts = small.pair.a.starts();
         small.pair.a.signal_kill()?;
         small.until("taken over", |_| small.pair.a.starts() > starts)?;
@@ -212,9 +216,7 @@ fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() ->
                 true => small.is_paused()?,
                 false => small.is_full()?,
             }
-            // QEMU answers all the while.
-            let blockers = small.pair.a.ask(&VmRequest::Blockers)?;
-            ensure!(matches!(blockers, VmAnswer::Blockers(_)), "{blockers:?}");
+            small.qemu_answers()?;
             let larger = small.directory.path().join("larger");
             std::fs::create_dir(&larger)?;
             std::fs::set_permissions(&larger, Permissions::from_mode(0o777))?;
