@@ -560,7 +560,7 @@ mod tests {
             bytes: 80_000_000_000,
             used_bytes: 4_000_000_000,
         };
-        let disks = predict(&rate, &link, None, (&request, &[disk.clone()]));
+        let disks = predict(&rate, &link, None, (&request, std::slice::from_ref(&disk)));
         assert!((5.0..6.5).contains(&disks.prediction.total_s), "{disks:?}");
         assert!(disks.prediction.basis.contains("3814 MiB of disks"));
         let late = &disks.cannot_keep[0].message;
