@@ -1,7 +1,7 @@
 //! Makes a disk's raw image, once: a copy of another image, or empty.
 //!
 //! All is done with the rights of the host's common user, on a thread that has these alone ([`crate::rights`]): a description reaches no file and no
-//! directory that this user does not. The image grows under another name beside its own, is made durable, and then gets its name, which
+//! directory that this user does not, but that whose disk its source says it is goes into a refusal. The image grows under another name beside its own, is made durable, and then gets its name, which
 //! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
 //! image bears whose disk it is until it is first used, so that one that was made just before a kill is known. Refuses: a path where something else
 //! is, sources that are no files, that do not fit, that name other files, or that

@@ -101,11 +101,15 @@ pub fn open_disks(
             }
             opened => opened,
         };
-        opened.map_err(|error| match (error, whose_at(path)) {
-            (DiskError::Denied { uid, .. }, Some(record)) if record.vm != *vm => {
-                of_another((host, vm, disk), &record, uid)
+        opened.map_err(|error| {
+            let denied = match error {
+                DiskError::Denied { uid, .. } => whose_at(path).zip(Some(uid)),
+                _ => None,
+            };
+            match denied.filter(|(record, _)| record.vm != *vm) {
+                Some((record, uid)) => of_another((host, vm, disk), &record, uid),
+                None => of_disk(host, vm, disk, error),
             }
-            (error, _) => of_disk(host, vm, disk, error),
         })
     };
     disks.iter().map(open).collect()

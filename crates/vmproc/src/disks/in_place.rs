@@ -349,6 +349,14 @@ impl Served {
         self.remove_former();
     }
 
+    /// Writes down again what the disks are, where what is written may be something else.
+    fn make_certain(&self) -> Result<(), ApiError> {
+        match self.must_save.load(Ordering::SeqCst) {
+            true => self.change(|_| ()),
+            false => Ok(()),
+        }
+    }
+
     /// Not before it is certain that what is written does not call it the disk. Where that is certain it goes first: it may be what keeps the
     /// record from having room.
     pub(super) fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
@@ -359,9 +367,7 @@ impl Served {
                 false => Err(internal(copying.why_not_moved())),
             };
         }
-        if self.must_save.load(Ordering::SeqCst) {
-            self.change(|_| ())?;
-        }
+        self.make_certain()?;
         match copying.remove(&self.what()) {
             true => self.change(|what| what.copying = None),
             false => Err(internal(copying.why_not_moved())),
@@ -379,10 +385,7 @@ impl Served {
             std::thread::sleep(LOOK_EVERY);
         }
         // Nothing is removed before it is certain that what is written does not call it the disk.
-        let certain = match self.must_save.load(Ordering::SeqCst) {
-            true => self.change(|_| ()),
-            false => Ok(()),
-        };
+        let certain = self.make_certain();
         let mut what = ServedDisks::clone(&self.what());
         let before = what.left.clone();
         let removed = certain.and_then(|()| {

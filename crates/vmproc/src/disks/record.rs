@@ -10,6 +10,7 @@ use super::served::{Served, ServedDisks};
 use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_ownership::KnownImage;
+use godwit_qemu::strays::Stray;
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::vm::VmSpec;
 use std::io;
@@ -56,23 +57,26 @@ pub(super) fn of_living(
 ) -> Result<Option<ServedDisks>, StoreError> {
     let is_its = |what: &ServedDisks| (what.launch, what.ram) == (launch, ram);
     let living: Option<ServedDisks> = load_json(&paths.living_disks())?.filter(is_its);
-    match living.filter(|living| !is_overtaken(paths, living)) {
+    let found = load_json(&paths.disks());
+    match living
+        .filter(|living| !is_overtaken(living, found.as_ref().ok().and_then(Option::as_ref)))
+    {
         Some(living) => Ok(Some(living)),
-        None => Ok(load_json(&paths.disks())?.filter(is_its)),
+        None => Ok(found?.filter(is_its)),
     }
 }
 
-/// Whether the state directory knows of a later image of one of its disks: a version of Godwit that writes there alone was here since.
-fn is_overtaken(paths: &Paths, living: &ServedDisks) -> bool {
-    let Ok(Some(found)) = load_json::<ServedDisks>(&paths.disks()) else {
-        return false;
-    };
-    let is_of_it = (found.launch, found.ram) == (living.launch, living.ram);
+/// Whether what is found in the state directory knows of a later image of one of its disks: a version of Godwit that writes there alone was
+/// here since.
+fn is_overtaken(living: &ServedDisks, found: Option<&ServedDisks>) -> bool {
     let is_later = |known: &KnownImage| {
         let before = living.known_image(&known.disk);
         before.is_none_or(|before| before.taken < known.taken)
     };
-    is_of_it && found.known.iter().any(is_later)
+    found.is_some_and(|found| {
+        let is_of_it = (found.launch, found.ram) == (living.launch, living.ram);
+        is_of_it && found.known.iter().any(is_later)
+    })
 }
 
 /// To be called before anything is done with the disks of a QEMU that may live, of this common user: what was written last for it is
@@ -85,27 +89,42 @@ pub(crate) fn put_back_living(
     let Some(what) = load_json::<ServedDisks>(&paths.living_disks())? else {
         return Ok(());
     };
-    let ram = std::fs::metadata(paths.ram_file(what.launch));
-    let is_its = ram.is_ok_and(|ram| (ram.dev(), ram.ino()) == what.ram);
-    let living = paths.ram_files.living(common_uid);
-    // Where that cannot be told it counts.
-    let lives = living.map_or(true, |all| {
-        all.iter().any(|qemu| qemu.launch == what.launch)
-    });
-    if !is_its || !lives || says(&paths.disks(), &what) || is_overtaken(paths, &what) {
+    let found: Option<ServedDisks> = load_json(&paths.disks()).ok().flatten();
+    let found = found.as_ref();
+    if found.is_some_and(|found| is_same(found, &what)) || is_overtaken(&what, found) {
         return Ok(());
     }
-    tell_older();
-    if let Some(spec) = spec {
-        describe_living(paths, &what, spec)?;
+    match lives(paths, common_uid, &what) {
+        true => put_back(paths, &what, found, spec),
+        false => Ok(()),
     }
-    save_json(&paths.disks(), &what)
 }
 
-fn tell_older() {
+/// Whether its QEMU does; where that cannot be told it counts.
+fn lives(paths: &Paths, common_uid: u32, what: &ServedDisks) -> bool {
+    let ram = std::fs::metadata(paths.ram_file(what.launch));
+    let is_its = ram.is_ok_and(|ram| (ram.dev(), ram.ino()) == what.ram);
+    let is_launch = |qemu: &Stray| qemu.launch == what.launch;
+    let living = paths.ram_files.living(common_uid);
+    is_its && living.map_or(true, |all| all.iter().any(is_launch))
+}
+
+/// Writes it again over an older copy, which was found, and has the description follow.
+fn put_back(
+    paths: &Paths,
+    what: &ServedDisks,
+    found: Option<&ServedDisks>,
+    spec: Option<&mut VmSpec>,
+) -> Result<(), StoreError> {
     tracing::warn!(
         "what the state directory says of the VM's disks is not what was written last: it is written again"
     );
+    if let Some(spec) = spec
+        && found.is_none_or(|found| found.disks != what.disks)
+    {
+        describe_living(paths, what, spec)?;
+    }
+    write(paths, what)
 }
 
 /// Whether the state directory says this of a QEMU that was taken over; then the run directory says so, too, if it can.
@@ -133,10 +152,6 @@ fn is_same(one: &ServedDisks, other: &ServedDisks) -> bool {
 /// Has the description say where the disks of a QEMU that lives are, where the state directory is from when they were elsewhere: the
 /// description is that directory's, too.
 fn describe_living(paths: &Paths, what: &ServedDisks, spec: &mut VmSpec) -> Result<(), StoreError> {
-    let found = load_json::<ServedDisks>(&paths.disks()).ok().flatten();
-    if found.is_some_and(|found| found.disks == what.disks) {
-        return Ok(());
-    }
     let mut is_changed = false;
     for described in &mut spec.disks {
         let now = what.disks.iter().find(|disk| disk.name == described.name);
@@ -155,11 +170,8 @@ impl Served {
         if is_kept(&self.paths, &what) {
             return Ok(());
         }
-        tell_older();
-        if let Some(spec) = spec {
-            describe_living(&self.paths, &what, spec)?;
-        }
-        write(&self.paths, &what)
+        let found: Option<ServedDisks> = load_json(&self.paths.disks()).ok().flatten();
+        put_back(&self.paths, &what, found.as_ref(), spec)
     }
 }
 
