@@ -25,6 +25,14 @@ pub fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
+/// Bytes of a disk.
+pub fn amount(bytes: u64) -> String {
+    match bytes >> 30 {
+        0 => mib(bytes),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
 /// How much of its speed a guest has.
 pub fn guest_speed(percent: u32) -> String {
     match percent {

@@ -6,7 +6,7 @@ use super::disk_bar::DiskBar;
 use super::{controller, order};
 use crate::args::{Global, VmMoveDisk};
 use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
-use crate::figures::{mib, moment, seconds};
+use crate::figures::{amount, moment, seconds};
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -62,19 +62,26 @@ pub(super) async fn move_disk(
     }
 }
 
-/// What would be moved, and all that stands in the way.
+/// What would be moved; where something stands in the way, all that does, and nothing would be.
 fn planned(vm: &VmName, plan: &DiskMoves, output: &Output) -> CommandResult {
     output.show(plan, |output, plan| {
-        for disk in &plan.disks {
-            output.line(plain::sentence(&sentence(vm, disk)));
-        }
-        for refusal in &plan.refusals {
-            output.line(plain::sentence(&format!("refused: {}", refusal.message)));
+        for line in plan_lines(vm, plan) {
+            output.line(plain::sentence(&line));
         }
     });
     match plan.refusals.is_empty() {
         true => Ok(()),
         false => Err(Failure::told(REFUSED)),
+    }
+}
+
+fn plan_lines(vm: &VmName, plan: &DiskMoves) -> Vec<String> {
+    let refused = plan.refusals.iter();
+    match plan.refusals.is_empty() {
+        true => plan.disks.iter().map(|disk| sentence(vm, disk)).collect(),
+        false => refused
+            .map(|why| format!("refused: {}", why.message))
+            .collect(),
     }
 }
 
@@ -226,16 +233,10 @@ fn took(disk: &DiskMove) -> String {
     )
 }
 
-fn amount(bytes: u64) -> String {
-    match bytes >> 30 {
-        0 => mib(bytes),
-        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_types::ApiError;
 
     #[test]
     fn each_end_says_where_the_disk_is() {
@@ -265,6 +266,18 @@ mod tests {
         assert_eq!(
             sentence(&vm, &disk),
             "disk 'root' of VM 'web' would move from /old to /new: 2.0 GiB, about 9.0 s"
+        );
+        let refusal = ApiError::new(ErrorCode::Preflight, "there is no room in /new");
+        let mut plan = DiskMoves {
+            disks: vec![disk.clone()],
+            ..DiskMoves::default()
+        };
+        assert_eq!(plan_lines(&vm, &plan), [sentence(&vm, &disk)]);
+        plan.refusals = vec![refusal];
+        assert_eq!(
+            plan_lines(&vm, &plan),
+            ["refused: there is no room in /new"],
+            "nothing would be moved"
         );
         (disk.state, disk.why) = (DiskMoveState::Failed, Some("no room".into()));
         assert_eq!(
