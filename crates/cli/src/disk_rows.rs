@@ -2,7 +2,7 @@
 //!
 //! Pure text, owns nothing. Refuses nothing: of a disk that its host says nothing about, what it does is left out.
 
-use crate::figures::mib;
+use crate::figures::{amount, mib};
 use godwit_types::control_api::VmView;
 use godwit_types::disk_activity::DiskActivity;
 use godwit_types::vm::DiskSpec;
@@ -11,12 +11,13 @@ use std::fmt::Write as _;
 /// Each disk in a line: where it is, what is not usual about it, and what it does.
 pub fn disk_rows(vm: &VmView) -> Vec<(&'static str, String)> {
     let row = |disk: &DiskSpec| {
+        let does = vm.disks.iter().find(|does| does.disk == disk.name);
         let mut said = vec![format!("{} {}", disk.name, disk.path)];
+        said.extend(does.and_then(|does| does.bytes).map(amount));
         said.extend(disk.read_only.then(|| "read only".to_owned()));
         said.extend(disk.shared.then(|| "shared".to_owned()));
         said.extend((!disk.on_full.waits()).then(|| "an error when it is full".to_owned()));
         said.extend((!disk.limits.are_none()).then(|| disk.limits.to_string()));
-        let does = vm.disks.iter().find(|does| does.disk == disk.name);
         said.extend(does.map(disk_does));
         ("disk", said.join(", "))
     };
@@ -74,6 +75,7 @@ mod tests {
         };
         web.disks = vec![DiskActivity {
             disk: "root".into(),
+            bytes: Some(20 << 30),
             writes: DiskWork {
                 failed: 2,
                 ..DiskWork::default()
@@ -89,7 +91,7 @@ mod tests {
         }];
         assert_eq!(
             disk_rows(&web)[0].1,
-            "root /fast/web-root.raw, an error when it is full, at most 500 requests a second, 12 reads/s (0.5 MiB/s), 300 writes/s (3.0 MiB/s), 0.8 ms each, 2 failed"
+            "root /fast/web-root.raw, 20.0 GiB, an error when it is full, at most 500 requests a second, 12 reads/s (0.5 MiB/s), 300 writes/s (3.0 MiB/s), 0.8 ms each, 2 failed"
         );
         assert_eq!(disk_rows(&web)[1], plain[1]);
     }

@@ -58,6 +58,9 @@ pub struct DiskRate {
 pub struct DiskActivity {
     /// Its name within the VM.
     pub disk: String,
+    /// How large its guest sees it, bytes; none where that is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
     pub reads: DiskWork,
     pub writes: DiskWork,
     pub flushes: DiskWork,

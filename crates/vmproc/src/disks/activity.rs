@@ -123,6 +123,7 @@ impl Gauge {
         let (reads, writes) = (work(&counts.reads), work(&counts.writes));
         DiskActivity {
             disk: disk.to_owned(),
+            bytes: None,
             reads,
             writes,
             flushes: work(&counts.flushes),
@@ -180,9 +181,18 @@ impl Disks {
     /// What each does for its guest.
     pub(crate) fn activity(&self) -> Vec<DiskActivity> {
         let (what, now) = (self.0.what(), Instant::now());
-        let all = self.0.gauges.iter().zip(&what.disks);
-        all.map(|(gauge, disk)| gauge.activity(&disk.name, now))
-            .collect()
+        let all = self.0.gauges.iter().zip(&what.disks).enumerate();
+        all.map(|(index, (gauge, disk))| DiskActivity {
+            bytes: self.bytes(index),
+            ..gauge.activity(&disk.name, now)
+        })
+        .collect()
+    }
+
+    /// How large the guest sees a disk; none of one that is not served or does not answer.
+    fn bytes(&self, index: usize) -> Option<u64> {
+        let disk = self.0.disk(index).ok()?;
+        Some(disk.glance().ok()?.bytes)
     }
 }
 
