@@ -20,7 +20,7 @@ impl Output {
         self.line(self.paint(headline(report), tone));
         self.pairs(&report_rows(report));
         for event in &report.events {
-            let event = plain::sentence(&event_line(event));
+            let event = plain::sentence(&event_line(event, report.outcome.is_some()));
             self.line(self.paint(event, Tone::Warn));
         }
         for note in &report.notes {
@@ -127,11 +127,15 @@ pub fn trouble(report: &MigrationReport) -> Option<String> {
     })
 }
 
-fn event_line(event: &MoveEvent) -> String {
+fn event_line(event: &MoveEvent, has_ended: bool) -> String {
     let MoveEvent { at_s, message, .. } = event;
     let what = match (event.kind, event.lasted_s) {
         (MoveEventKind::LinkLost, Some(lasted)) => {
             format!("the link was lost and made again after {}", seconds(lasted))
+        }
+        // The end that the move came to closes the link, too.
+        (MoveEventKind::LinkLost, None) if has_ended => {
+            "the link to the other host ended, and was not made again".into()
         }
         (MoveEventKind::LinkLost, None) => "the link is lost".into(),
         (MoveEventKind::LinkSilent, Some(lasted)) => {

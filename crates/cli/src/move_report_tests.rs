@@ -75,7 +75,11 @@ fn a_lost_link_and_a_called_off_switchover_are_told() {
         {"at_s": 23.9, "kind": "link-lost", "message": "connection reset"},
     ]);
     let moving = report(json!({ "outcome": null, "phase": "precopy", "events": events }));
-    let lines: Vec<String> = moving.events.iter().map(event_line).collect();
+    let lines: Vec<String> = moving
+        .events
+        .iter()
+        .map(|event| event_line(event, false))
+        .collect();
     assert_eq!(
         lines,
         [
@@ -85,6 +89,10 @@ fn a_lost_link_and_a_called_off_switchover_are_told() {
             "at 21.0 s: something else",
             "at 23.9 s: the link is lost: connection reset",
         ]
+    );
+    assert_eq!(
+        event_line(&moving.events[4], true),
+        "at 23.9 s: the link to the other host ended, and was not made again: connection reset"
     );
     assert_eq!(trouble(&moving).unwrap(), "link lost 3 s ago, remaking");
     assert!(headline(&moving).ends_with("precopy, link lost 3 s ago, remaking"));
