@@ -148,21 +148,29 @@ fn missing(rules: &[Rule], peer: &Peer, method: &str, path: Option<&str>) -> Res
     }
 }
 
+/// What was called; one without a certificate is not told whether there is such a path.
+fn called(method: &str, path: Option<&str>) -> String {
+    path.map_or_else(
+        || format!("{method} on this path"),
+        |path| format!("{method} {path}"),
+    )
+}
+
 fn denied(peer: &Peer, method: &str, path: Option<&str>) -> ApiError {
-    let path = path.unwrap_or("this path");
+    let what = called(method, path);
     ApiError::new(
         ErrorCode::NotAllowed,
-        format!("{peer} may not call {method} {path}: use the certificate of a role that may"),
+        format!("{peer} may not call {what}: use the certificate of a role that may"),
     )
 }
 
 /// Nobody's certificate may: the route is served on the Unix socket alone.
 fn only_here(peer: &Peer, method: &str, path: Option<&str>) -> ApiError {
-    let path = path.unwrap_or("this path");
+    let what = called(method, path);
     ApiError::new(
         ErrorCode::NotAllowed,
         format!(
-            "{peer} may not call {method} {path}: that is done on the machine that serves it alone, by its Unix socket and without a certificate"
+            "{peer} may not call {what}: that is done on the machine that serves it alone, by its Unix socket and without a certificate"
         ),
     )
 }
