@@ -30,8 +30,16 @@ pub(crate) fn check(config: &HostConfig) -> Vec<Check> {
     let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(users::NOBODY);
     let stores = config.datastores.iter();
     stores
-        .map(|(name, store)| in_time(name, store, user, PATIENCE))
+        .map(|(name, store)| with_whose_remedy(name, in_time(name, store, user, PATIENCE)))
         .collect()
+}
+
+/// Remedies are told apart from what was found.
+fn with_whose_remedy(name: &DatastoreName, mut check: Check) -> Check {
+    if !check.remedy.is_empty() {
+        check.remedy = format!("datastore {name}: {}", check.remedy);
+    }
+    check
 }
 
 fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Duration) -> Check {
@@ -193,6 +201,11 @@ mod tests {
         let found = looked(&gone);
         assert_eq!(found.status, CheckStatus::Failed);
         assert!(found.found.contains("is not there") && found.remedy.contains("install -d"));
+        let told = with_whose_remedy(&name(), found);
+        assert!(
+            told.remedy.starts_with("datastore fast: mount it"),
+            "{told:?}"
+        );
         std::fs::write(&gone, "").unwrap();
         let found = looked(&gone);
         assert_eq!(found.status, CheckStatus::Failed);
