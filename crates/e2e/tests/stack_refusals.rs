@@ -2,7 +2,9 @@
 //! scripts and over REST, and nothing half-done left behind.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{CONTROLLER_SOCKET, Counter, HostPlan, Plan, Stack, names};
+use godwit_e2e::stack::{
+    CONTROLLER_SOCKET, Counter, HostPlan, Plan, SOON, Stack, names, site::HOST_STATE,
+};
 use serde_json::Value;
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -200,6 +202,27 @@ fn a_host_without_room() -> Result<()> {
     stack.refused("controller", &anywhere, 3, "out-of-memory")?;
     nothing_left(stack, "huge", "b")?;
     stack.ok("controller", &["vm", "delete", "huge"]).map(drop)
+}
+
+/// Its VM process idles, and still knows what is damaged on its host's disk.
+#[test]
+fn a_vm_whose_description_was_damaged_while_it_was_off_starts_again() -> Result<()> {
+    let stack = stack();
+    let stack = up(&stack)?;
+    stack.start_counter(&Counter::small("damaged"), "a")?;
+    stack.ok("controller", &["vm", "stop", "damaged", "--force"])?;
+    stack.until("it is off", SOON, || {
+        Ok(stack.vm("damaged")?["state"] == "stopped")
+    })?;
+    let description = format!("{HOST_STATE}/vms/damaged/vm.json");
+    std::fs::write(stack.inside("a", &description)?, "noise")?;
+    stack.until("its host says that it is damaged", SOON, || {
+        let said = stack.json("controller", &["host", "list"])?;
+        Ok(said.to_string().contains(&description))
+    })?;
+    stack.ok("controller", &["vm", "start", "damaged"])?;
+    stack.wait_counts("damaged", "a")?;
+    stack.remove("damaged")
 }
 
 #[test]

@@ -270,7 +270,9 @@ async fn keep_held(
     generation: Generation,
 ) -> Outcome<bool> {
     let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
-    if known.is_none_or(|known| known.spec != plan.resolved) {
+    // What its VM process still knows may be damaged on the host's disk.
+    let is_unread = has_unread(app, &plan.host, &plan.entry.spec.name);
+    if is_unread || known.is_none_or(|known| known.spec != plan.resolved) {
         let put = PutVm {
             spec: plan.resolved.clone(),
             generation,
@@ -284,6 +286,13 @@ async fn keep_held(
     }
     save_resolved(app, plan).await?;
     Ok(true)
+}
+
+/// Whether a host says that it cannot read what it has of a VM.
+fn has_unread(app: &App, host: &HostName, vm: &VmName) -> bool {
+    let state = app.state();
+    let said = state.hosts.get(host).and_then(|entry| entry.info.as_ref());
+    said.is_some_and(|info| info.unread.contains_key(vm))
 }
 
 async fn save_resolved(app: &App, plan: &Plan) -> Outcome<()> {
