@@ -4,6 +4,10 @@ mod common;
 
 use common::volume;
 use godwit_blockio::{Access, Image};
+use godwit_testkit::testvol::{self, Survives};
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -170,4 +174,32 @@ fn another_file_in_an_images_place_is_another_image() {
     std::fs::rename(&volume.path, volume.path.with_extension("old")).unwrap();
     std::fs::write(&volume.path, [0; 512]).unwrap();
     assert_ne!(before.identity().unwrap(), open().identity().unwrap());
+}
+
+/// Whoever takes the image of shared storage next is another host, with a cache and a power supply of its own.
+#[test]
+fn what_was_written_is_durable_before_an_image_is_given_back() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = directory.path().join("shared.raw");
+    let work = |mounts: &OwnedFd| {
+        let storage = testvol::Volume::mount_direct(mounts.as_fd(), directory.path()).unwrap();
+        std::fs::write(&path, [1; 4096]).unwrap();
+        File::open(&path).unwrap().sync_all().unwrap();
+        File::open(directory.path()).unwrap().sync_all().unwrap();
+        let mut image = Image::open(&path, Access::ReadWrite, 512).unwrap();
+        image.lock("shared", LONG).unwrap();
+        let writer = OpenOptions::new().write(true).open(&path).unwrap();
+        writer.write_all_at(&[7; 4096], 0).unwrap();
+        image.give_back("shared").unwrap();
+        storage.cut(Survives::Nothing);
+        assert!(
+            std::fs::read(&path).unwrap() == [7; 4096],
+            "a write is lost"
+        );
+    };
+    match testvol::apart(work) {
+        Ok(_) => {}
+        Err(error) if rustix::process::geteuid().is_root() => panic!("root has mounts: {error}"),
+        Err(error) => println!("skipped: mounts of one's own need root: {error}"),
+    }
 }
