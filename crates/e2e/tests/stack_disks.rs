@@ -114,7 +114,12 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
         .write(true)
         .open(stack.inside("a", &odd)?)?
         .set_len(1000)?;
+    let qcow2 = make_image(&stack, "qcow2")?;
+    let mut make = stack.machine("a")?.command("qemu-img");
+    let made = make.args(["create", "-q", "-f", "qcow2", &qcow2, "1M"]);
+    ensure!(made.status()?.success());
     create("odd", &disk(&odd))?;
+    create("qcow2", &disk(&qcow2))?;
     create("missing", &disk("/var/tmp/missing.raw"))?;
     create("dir", &disk("/var/tmp"))?;
     for (vm, exit, code, words) in [
@@ -123,6 +128,12 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
             2,
             "invalid-request",
             ["disk 'root'", "1000 bytes", "no whole blocks"],
+        ),
+        (
+            "qcow2",
+            2,
+            "invalid-request",
+            ["disk 'root'", &qcow2, "no raw image but a qcow2 one"],
         ),
         (
             "missing",

@@ -1,15 +1,21 @@
 //! Encryption modes on the whole product, and what a listener on the migration link sees in each.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{Counter, HostPlan, Plan, Stack, names};
+use godwit_e2e::stack::disks::{describe, disk, goes_on_at, make_image};
+use godwit_e2e::stack::{Counter, HostPlan, Plan, SOON, Stack, names};
 use rustix::net::sockopt::{Timeout, set_socket_recv_buffer_size_force, set_socket_timeout};
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SocketType, recv, socket};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Pages that the guests count.
 const MEMORY_MIB: u32 = 32;
+/// Fills what a disk holds before its guest runs.
+const HELD: u32 = 0x0707_0707;
 
 /// One lab for all cases; host b may encrypt or not.
 static STACK: LazyLock<Mutex<Result<Stack, String>>> = LazyLock::new(|| {
@@ -30,6 +36,16 @@ fn up(stack: &Result<Stack, String>) -> Result<&Stack> {
 struct Heard {
     bytes: usize,
     pages: usize,
+    /// What it saw again and again, as a disk's guest fills its sectors.
+    words: BTreeSet<u32>,
+}
+
+impl Heard {
+    /// Whether it saw what [`HELD`] fills, and how many other words that a guest may have filled sectors with.
+    fn of_disk(&self) -> (bool, usize) {
+        let has_held = self.words.contains(&HELD);
+        (has_held, self.words.len() - usize::from(has_held))
+    }
 }
 
 /// Counts beginnings of counter pages in a packet: counter, zeros, the page's number below the end of memory, and
@@ -46,6 +62,14 @@ fn count_pages(packet: &[u8]) -> usize {
                 .all(|byte| *byte == 0)
     };
     packet.windows(64).filter(is_page).count()
+}
+
+/// Words but zero that fill 64 bytes of a packet, each in the least way that its bytes can be turned.
+fn words(packet: &[u8]) -> impl Iterator<Item = u32> {
+    let filled = packet.windows(64).filter(|it| it[..60] == it[4..]);
+    let word = filled.filter_map(|it| it[..4].try_into().ok().map(u32::from_le_bytes));
+    let turned = word.filter_map(|word| (0..4).map(|by| word.rotate_left(8 * by)).min());
+    turned.filter(|word| *word != 0)
 }
 
 /// Listens on all links of the switch while `action` runs.
@@ -78,6 +102,7 @@ fn hear(ear: &std::os::fd::OwnedFd, over: &AtomicBool) -> Heard {
             Ok((_, length)) => {
                 heard.bytes += length;
                 heard.pages += count_pages(&packet[..length]);
+                heard.words.extend(words(&packet[..length]));
             }
             Err(_) if over.load(Ordering::SeqCst) => return heard,
             Err(_) => {}
@@ -107,6 +132,47 @@ fn between_encrypting_hosts_everything_but_disabled_is_sealed() -> Result<()> {
     );
     stack.check_guest("sealed", "a")?;
     stack.remove("sealed")
+}
+
+#[test]
+fn between_encrypting_hosts_a_disk_and_what_its_guest_writes_are_sealed() -> Result<()> {
+    let stack = stack();
+    let stack = up(&stack)?;
+    let image = make_image(stack, "along")?;
+    let file = File::options()
+        .write(true)
+        .open(stack.inside("a", &image)?)?;
+    file.write_all_at(&HELD.to_le_bytes().repeat(1 << 20), 1 << 20)?;
+    let file = describe(stack, "along", &disk(&image))?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    stack.ok("controller", &["vm", "start", "along", "--on", "a"])?;
+    goes_on_at(stack, "along", "a")?;
+    // The cap leaves the guest time to write to what was copied.
+    let slowly = ["--max-bandwidth", "40"];
+    let (report, heard) = listen(stack, || stack.migrate("along", "b", &slowly))?;
+    ensure!(report["encryption"] == "aes-256-gcm", "{report}");
+    ensure!(heard.bytes > 4 << 20, "the listener was deaf: {heard:?}");
+    let (has_held, written) = heard.of_disk();
+    ensure!(!has_held, "what the disk held could be read");
+    ensure!(written == 0, "{written} writes could be read");
+    goes_on_at(stack, "along", "b")?;
+    stack.until("the image is gone where the VM was", SOON, || {
+        Ok(!stack.inside("a", &image)?.exists())
+    })?;
+
+    let clear = ["--max-bandwidth", "40", "--encryption", "disabled"];
+    let (report, heard) = listen(stack, || stack.migrate("along", "a", &clear))?;
+    ensure!(report["encryption"] == "none", "{report}");
+    let (has_held, written) = heard.of_disk();
+    println!("disabled: {written} writes");
+    ensure!(has_held, "the listener would not have seen what it held");
+    // Memory, and the sectors that were written before, have a few of them.
+    ensure!(
+        written > 64,
+        "the listener would not have seen writes: {written}"
+    );
+    goes_on_at(stack, "along", "a")?;
+    stack.remove("along")
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn went<T>(done: Result<T, Stopped>) -> T {
     })
 }
 
-fn until(is_so: impl Fn() -> bool) {
+fn until(mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_so() {
         assert!(began.elapsed() < LONG);
@@ -33,26 +33,27 @@ fn until(is_so: impl Fn() -> bool) {
 
 /// The VM's disk with this image, served for a guest that may run.
 fn served_with(site: &Site, image: &Path) -> Disks {
-    let spec = VmSpec {
+    let root = DiskSpec::new("root", image.to_str().unwrap());
+    served_for(site, &described(site, vec![root]))
+}
+
+fn described(site: &Site, disks: Vec<DiskSpec>) -> VmSpec {
+    VmSpec {
         hardware: Some(2),
-        disks: vec![DiskSpec::new("root", image.to_str().unwrap())],
+        disks,
         ..VmSpec::placeholder(&site.config.vm)
-    };
+    }
+}
+
+/// The VM's disks, served for a guest that may run.
+fn served_for(site: &Site, spec: &VmSpec) -> Disks {
     let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
     let user = User {
         uid: geteuid().as_raw(),
         gid: getegid().as_raw(),
     };
     let (qemu, right) = ((user, 1), (Some(Generation(2)), None));
-    Disks::begin(
-        &site.config,
-        &site.paths,
-        &spec,
-        qemu,
-        &Arc::new(ram),
-        right,
-    )
-    .unwrap()
+    Disks::begin(&site.config, &site.paths, spec, qemu, &Arc::new(ram), right).unwrap()
 }
 
 /// Which file the disk works with.
@@ -225,6 +226,65 @@ fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fai
     assert!(!is_there());
     std::fs::rename(&aside, &place.path).unwrap();
     assert!(is_there());
+    disks.end();
+}
+
+/// Moves two disks, and gives how they ended and what they were each time that one was moved.
+fn move_both(
+    (site, spec): (&Site, &mut VmSpec),
+    disks: &Disks,
+    places: &[DiskPlace],
+) -> (Vec<DiskMove>, Vec<[DiskMoveState; 2]>) {
+    let ((tell, told), served) = (channel(), Arc::clone(&disks.0));
+    let changed = move || {
+        let moves = lock(&served.moves.disks);
+        tell.send([moves[0].state, moves[1].state]).unwrap();
+    };
+    disks.move_in_place(places.to_vec(), changed).unwrap();
+    until(|| {
+        disks.follow_moves(&site.paths, spec).unwrap();
+        !disks.are_moving()
+    });
+    (disks.moves().disks, told.iter().collect())
+}
+
+#[test]
+fn disks_move_one_after_the_other_and_none_after_one_that_stays() {
+    use DiskMoveState::{Copying, Failed, Moved, Waiting};
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let (mut specs, mut places) = (Vec::new(), Vec::new());
+    for name in ["root", "data"] {
+        let at = |file: String| directory.path().join(file).to_str().unwrap().to_owned();
+        let (before, path) = (at(format!("{name}.raw")), at(format!("new-{name}.raw")));
+        File::create(&before).unwrap().set_len(BYTES).unwrap();
+        specs.push(DiskSpec::new(name, &before));
+        places.push(DiskPlace {
+            disk: name.to_owned(),
+            path,
+            shared: false,
+            max_bandwidth_mbit_per_s: None,
+        });
+    }
+    let mut spec = described(&site, specs.clone());
+    let disks = served_for(&site, &spec);
+    let [root, data] = [0, 1].map(|index: usize| Path::new(&places[index].path));
+
+    std::fs::write(root, "somebody's").unwrap();
+    let (ended, changes) = move_both((&site, &mut spec), &disks, &places);
+    let [first, second] = [0, 1].map(|index: usize| (ended[index].state, ended[index].why.clone()));
+    assert_eq!(first, (Failed, Some(is_taken(root))));
+    let why = "the one before it could not be moved";
+    assert_eq!(second, (Failed, Some(why.to_owned())));
+    assert!(changes.is_empty() && !data.exists());
+    assert_eq!(disks.0.what().disks, specs);
+
+    std::fs::remove_file(root).unwrap();
+    let (ended, changes) = move_both((&site, &mut spec), &disks, &places);
+    assert_eq!(changes, [[Copying, Waiting], [Moved, Copying]]);
+    assert!(ended.iter().all(|disk| disk.state == Moved), "{ended:?}");
+    let now = disks.0.what();
+    let is_at = |(disk, place): (&DiskSpec, &DiskPlace)| disk.path == place.path;
+    assert!(now.disks.iter().zip(&places).all(is_at), "{:?}", now.disks);
     disks.end();
 }
 
