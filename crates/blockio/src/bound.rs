@@ -21,7 +21,7 @@ pub struct Bound<'a> {
 }
 
 impl<'a> Bound<'a> {
-    /// Nothing where it is not equal within this limit.
+    /// Nothing where it is not equal within this limit, or is silent: what it holds up has waited for long enough.
     pub(crate) fn within(second: &'a SecondImage, limit: Duration) -> Option<Self> {
         let until = Instant::now() + limit;
         second.course().bind();
@@ -37,7 +37,7 @@ impl<'a> Bound<'a> {
             if last.is_some_and(|last| second.has_done(last)) {
                 return bound.is_equal().then_some(bound);
             }
-            if Instant::now() >= until {
+            if Instant::now() >= until || second.is_silent() {
                 return None;
             }
             std::thread::sleep(LOOK_EVERY);
@@ -69,9 +69,9 @@ impl<'a> Bound<'a> {
         self.stays = false;
     }
 
-    /// For a disk that is to stand still in a moment: waits, not for long, until little of the guest's is under way.
-    pub fn come_close(&self) {
-        self.second.come_close();
+    /// For a disk that is to stand still in a moment: waits, not for long, until little of the guest's is under way. Returns how long.
+    pub fn come_close(&self) -> Duration {
+        self.second.come_close()
     }
 }
 

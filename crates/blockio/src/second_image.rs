@@ -10,7 +10,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -95,21 +95,28 @@ impl SecondImage {
         self.under_way_bytes() <= CLOSE_BYTES
     }
 
+    /// Whether it has had a change for long, and has done nothing meanwhile.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.0.lock().is_silent()
+    }
+
     /// How the mirroring that fills it goes.
     pub fn course(&self) -> &Course {
         &self.0.course
     }
 
     /// Lets no more than little of the guest's be under way, and waits until that is so, at most [`END_WAIT`]: what waits for room waits before
-    /// the disk stands still, and reads go on.
-    pub(crate) fn come_close(&self) {
-        let until = Instant::now() + END_WAIT;
+    /// the disk stands still, and reads go on. Returns how long it waited.
+    pub(crate) fn come_close(&self) -> Duration {
+        let began = Instant::now();
+        let until = began + END_WAIT;
         self.0.lock().end_soon(true);
         while !self.0.lock().is_at_the_end() && Instant::now() < until {
             std::thread::sleep(LOOK_EVERY);
         }
         // What still waits for room is done at once then.
         self.0.lock().end_soon(false);
+        began.elapsed()
     }
 
     /// Number of the change that was given last.
@@ -122,8 +129,8 @@ impl SecondImage {
         self.0.lock().is_done_to(last)
     }
 
-    /// Makes durable what was written, and then looks at something, both within this limit; nothing where that took longer. It goes on then, on
-    /// a thread of its own.
+    /// Makes durable what was written, and then looks at something, both within this limit; nothing where that took longer, or where a change
+    /// is silent meanwhile, for which a guest may wait. It goes on then, on a thread of its own.
     pub(crate) fn sync_within<R: Send + 'static>(
         &self,
         limit: Duration,
@@ -136,7 +143,14 @@ impl SecondImage {
             let _ = done.send(looked); // whoever asked may have given up
         });
         begun.map_err(no_thread)?;
-        is_done.recv_timeout(limit).ok().transpose()
+        let until = Instant::now() + limit;
+        loop {
+            match is_done.recv_timeout(LOOK_EVERY) {
+                Ok(looked) => return looked.map(Some),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until && !self.is_silent() => {}
+                Err(_) => return Ok(None),
+            }
+        }
     }
 
     /// Makes durable what was written. A failure ends the mirroring, and every later one fails, too.
@@ -329,8 +343,8 @@ fn no_thread(source: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::filters::REGION;
-    use crate::{Access, Buffer};
+    use crate::filters::{PATIENCE, REGION};
+    use crate::{Access, Bound, Buffer};
 
     #[test]
     fn a_thread_that_cannot_begin_is_told_of_without_a_word_of_io_uring() {
@@ -362,5 +376,30 @@ mod tests {
         }
         assert_eq!(second.under_way_bytes(), 0);
         assert_eq!(std::fs::read(file.path()).unwrap(), region.bytes());
+    }
+
+    #[test]
+    fn a_second_image_that_hangs_is_waited_for_neither_until_it_is_bound_nor_until_it_is_durable() {
+        let (file, limit) = (tempfile::NamedTempFile::new_in("/var/tmp"), 20 * PATIENCE);
+        let file = file.unwrap();
+        file.as_file().set_len(REGION).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let second = SecondImage::of(&image, None, &Course::default()).unwrap();
+        let mut outlet = Writers(Arc::clone(&second.0));
+        outlet.give(Origin::Guest, 0..REGION, Change::Zeroed);
+        let buffer = Arc::new(Buffer::zeroed(REGION as usize));
+        outlet.give(Origin::Guest, 0..REGION, Change::Written(buffer, 0));
+        let waited = second.come_close();
+        assert!(waited >= END_WAIT, "it waited for {waited:?}");
+        // A thread that is never done with it.
+        let _task = second.0.lock().begin(Origin::Guest).unwrap();
+        let began = Instant::now();
+        assert!(Bound::within(&second, limit).is_none());
+        assert!(began.elapsed() < limit, "it is waited for all the while");
+        let (go, goes) = channel::<()>();
+        let looks = move || goes.recv().is_ok();
+        assert_eq!(second.sync_within(limit, looks).unwrap(), None);
+        assert!(began.elapsed() < limit, "what is silent is waited for");
+        drop(go);
     }
 }
