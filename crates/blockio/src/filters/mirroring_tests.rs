@@ -50,3 +50,31 @@ fn over_a_far_link_a_write_waits_until_its_region_is_read_and_given_and_not_unti
     let (answered, outcome) = stack.finished().unwrap();
     assert_eq!((answered.token, outcome), (1, Outcome::Done));
 }
+
+#[test]
+fn fewer_regions_are_copied_at_once_beside_a_guest_that_works_until_it_does_nothing() {
+    let (course, mut now) = (Course::default(), Instant::now());
+    let mirroring = Mirroring::new(64 * REGION, Box::new(Far::default()), &course);
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Keeps::default());
+    let mut looks = |stack: &mut Stack<Keeps>, count: u32| {
+        for _ in 0..count {
+            now += LOOK_EVERY;
+            stack.wake(now);
+        }
+        now
+    };
+    course.begin(None);
+    let now = looks(&mut stack, 1);
+    let all = std::mem::take(&mut stack.bottom.0);
+    assert_eq!(all.len(), 16);
+    stack.submit(Request::new(Work::Read(0..512), Data::None, 1, now), now);
+    let of_guest = stack.bottom.0.pop().unwrap();
+    let now = looks(&mut stack, 100);
+    for copy in all {
+        stack.completed(copy, Outcome::Done, now);
+    }
+    assert_eq!(stack.bottom.0.len(), 4);
+    stack.completed(of_guest, Outcome::Done, now);
+    looks(&mut stack, 200);
+    assert_eq!(stack.bottom.0.len(), 16);
+}

@@ -167,6 +167,13 @@ mod tests {
     }
 
     #[test]
+    fn beside_a_guest_that_works_twice_its_requests_are_copied_at_once_and_at_least_four() {
+        let at = [0.0, 0.04, 0.05, 1.0, 2.0, 2.5, 4.0, 7.6, 64.0];
+        let copies = at.map(copies_beside);
+        assert_eq!(copies, [16, 16, 4, 4, 4, 5, 8, 16, 16]);
+    }
+
+    #[test]
     fn what_a_copying_waited_for_most_limits_it_and_a_cap_does_where_it_is_much_of_it() {
         let waited = |reads: u32, writes: u32, cap: u32| WaitTimes {
             reads: reads * MS,
