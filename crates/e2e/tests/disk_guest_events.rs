@@ -4,13 +4,20 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{Answering, LONG, LOOK_EVERY, Site, progress};
+use godwit_e2e::host::kill_qemus_on;
 use godwit_e2e::obedient::{Deed, order};
-use godwit_e2e::pair::Options;
+use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk;
+use godwit_testkit::testvol::{self, Settings, Volume};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::Outcome;
 use godwit_types::vm::VmState;
-use std::fs::File;
+use std::fs::{File, Permissions};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// A guest that begins anew arrives with its disk as it left it.
@@ -50,7 +57,15 @@ fn a_guest_that_is_reset_while_its_disk_is_mirrored_arrives_with_it() -> Result<
 
 /// A guest that is no more ends its migration, and its disk has all that it wrote.
 fn ends_at_its_source(deed: Deed, state: VmState, why: &str) -> Result<()> {
-    let site = Site::obedient(&["root"])?;
+    ends_at_its_source_on(&Site::obedient(&["root"])?, None, (deed, state, why))
+}
+
+/// Also where the volume that its disk is copied to hangs from before it does that until the migration has ended.
+fn ends_at_its_source_on(
+    site: &Site,
+    hangs: Option<&Volume>,
+    (deed, state, why): (Deed, VmState, &str),
+) -> Result<()> {
     let (a, b) = (&site.pair.a, &site.pair.b);
     let ram = a.ram_file()?;
     // Its name goes with a guest that is off.
@@ -58,12 +73,20 @@ fn ends_at_its_source(deed: Deed, state: VmState, why: &str) -> Result<()> {
     let id = site.pair.begin(a, b, &site.slowly())?;
     site.is_half_way(&id)?;
     let answering = Answering::of(a)?;
+    if let Some(volume) = hangs {
+        volume.change(|settings| settings.hangs = true);
+        volume.wait_held(1, LONG)?;
+    }
     order(&ram, deed)?;
     let reason = site.ends(&id, Outcome::Failed)?.reason;
     let reason = reason.context("no reason")?;
     ensure!(reason.contains(why), "{reason}");
     a.wait_state(state, LONG)?;
     answering.end()?;
+    if let Some(volume) = hangs {
+        ensure!(volume.counts().held > 0, "it did not hang all the while");
+        volume.change(|settings| *settings = Settings::default());
+    }
     site.has_nothing(b)?;
     let progress = boot_disk::progress(&memory)?;
     ensure!(!progress.is_wrong, "{progress:?}");
@@ -81,6 +104,54 @@ fn ends_at_its_source(deed: Deed, state: VmState, why: &str) -> Result<()> {
 #[test]
 fn a_guest_that_panics_while_its_disk_is_mirrored_stands_still_at_its_source() -> Result<()> {
     ends_at_its_source(Deed::Panic, VmState::Panicked, "panicked")
+}
+
+/// Hosts, the second of which has its images on a volume.
+struct Hanging {
+    site: Site,
+    volume: Volume,
+}
+
+impl Hanging {
+    fn begin(mounts: &OwnedFd) -> Result<Self> {
+        let mut volume = None;
+        let pair = |accelerator, dir: &Path| {
+            let pair = Pair::apart(accelerator, dir)?;
+            let at = dir.join("b");
+            volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
+            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
+            Ok(pair)
+        };
+        let site = Site::obedient_of(pair, &["root"])?;
+        let volume = volume.context("a volume")?;
+        Ok(Self { site, volume })
+    }
+}
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        let volume = &self.volume;
+        volume.change(|settings| *settings = Settings::default());
+        let pair = &self.site.pair;
+        pair.supervised.store(false, Ordering::SeqCst);
+        for host in [&pair.a, &pair.b] {
+            host.kill_process();
+            kill_qemus_on(host.ram_dir());
+        }
+        // Else its directory could not be removed.
+        let _ = Command::new("umount").arg("-l").arg(volume.at()).status();
+    }
+}
+
+#[test]
+fn a_guest_that_panics_while_the_destination_hangs_stands_still_at_its_source_and_qemu_answers()
+-> Result<()> {
+    let panics = |mounts: &OwnedFd| {
+        let hanging = Hanging::begin(mounts)?;
+        let (site, volume) = (&hanging.site, Some(&hanging.volume));
+        ends_at_its_source_on(site, volume, (Deed::Panic, VmState::Panicked, "panicked"))
+    };
+    testvol::apart(panics)?.unwrap_or(Ok(()))
 }
 
 #[test]
