@@ -28,6 +28,9 @@ impl Agent {
             .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
         let name = request.spec.name.clone();
         let vm = self.supervised(&name);
+        let (agent, of) = (self.clone(), name.clone());
+        // Of a record that cannot be read its VM process may be the last that knows what it said.
+        blocking(move || agent.records.read(&of).map(drop)).await?;
         let held = self.release(&vm).await?;
         let agent = self.clone();
         blocking(move || {

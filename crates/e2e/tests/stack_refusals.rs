@@ -206,22 +206,24 @@ fn a_host_without_room() -> Result<()> {
 
 /// Its VM process idles, and still knows what is damaged on its host's disk.
 #[test]
-fn a_vm_whose_description_was_damaged_while_it_was_off_starts_again() -> Result<()> {
+fn a_vm_of_which_a_file_was_damaged_while_it_was_off_starts_again() -> Result<()> {
     let stack = stack();
     let stack = up(&stack)?;
     stack.start_counter(&Counter::small("damaged"), "a")?;
-    stack.ok("controller", &["vm", "stop", "damaged", "--force"])?;
-    stack.until("it is off", SOON, || {
-        Ok(stack.vm("damaged")?["state"] == "stopped")
-    })?;
-    let description = format!("{HOST_STATE}/vms/damaged/vm.json");
-    std::fs::write(stack.inside("a", &description)?, "noise")?;
-    stack.until("its host says that it is damaged", SOON, || {
-        let said = stack.json("controller", &["host", "list"])?;
-        Ok(said.to_string().contains(&description))
-    })?;
-    stack.ok("controller", &["vm", "start", "damaged"])?;
-    stack.wait_counts("damaged", "a")?;
+    for file in ["vm.json", "ownership"] {
+        stack.ok("controller", &["vm", "stop", "damaged", "--force"])?;
+        stack.until("it is off", SOON, || {
+            Ok(stack.vm("damaged")?["state"] == "stopped")
+        })?;
+        let path = format!("{HOST_STATE}/vms/damaged/{file}");
+        std::fs::write(stack.inside("a", &path)?, "noise")?;
+        stack.until("its host says that it is damaged", SOON, || {
+            let said = stack.json("controller", &["host", "list"])?;
+            Ok(said.to_string().contains(&path))
+        })?;
+        stack.ok("controller", &["vm", "start", "damaged"])?;
+        stack.wait_counts("damaged", "a")?;
+    }
     stack.remove("damaged")
 }
 

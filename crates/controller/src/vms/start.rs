@@ -270,9 +270,9 @@ async fn keep_held(
     generation: Generation,
 ) -> Outcome<bool> {
     let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
+    let is_known = known.is_some_and(|known| known.spec == plan.resolved);
     // What its VM process still knows may be damaged on the host's disk.
-    let is_unread = has_unread(app, &plan.host, &plan.entry.spec.name);
-    if is_unread || known.is_none_or(|known| known.spec != plan.resolved) {
+    if !is_known || has_unread(app, &plan.host, &plan.entry.spec.name) {
         let put = PutVm {
             spec: plan.resolved.clone(),
             generation,
@@ -280,6 +280,8 @@ async fn keep_held(
         };
         match agent.put_vm(&put).await {
             Ok(_) => {}
+            // Its record cannot be read, and not its description: its process, which goes on, knows both.
+            Err(_) if is_known => {}
             Err(error) if error.code() == ErrorCode::WrongState => return Ok(false),
             Err(error) => return Err(ApiError::from(error).on_host(&plan.host)),
         }
