@@ -69,9 +69,9 @@ impl<'a> Bound<'a> {
         self.stays = false;
     }
 
-    /// For a disk that is to stand still in a moment: waits, not for long, until little of the guest's is under way. Returns how long.
-    pub fn come_close(&self) -> Duration {
-        self.second.come_close()
+    /// For a disk that is to stand still in a moment: waits, not for long, until little of the guest's is under way.
+    pub fn come_close(&self) {
+        self.second.come_close();
     }
 }
 

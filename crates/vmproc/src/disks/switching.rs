@@ -26,8 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a second image may take to be durable, unless it is silent before, and a disk to stand still for what is under way, together with what
-/// it took to come close to that: a guest's request may wait for all of it.
+/// How long a second image may take to be durable, and how long a disk stands still at most for what is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
 fn length_of(path: &Path) -> io::Result<u64> {
@@ -136,8 +135,8 @@ impl Served {
         let tries_again = written.is_ok();
         let went = written.and_then(|()| {
             reached("disk-move.written");
-            let left = STAND_WAIT.saturating_sub(bound.come_close());
-            self.stand(going, mirror, (&bound, left))
+            bound.come_close();
+            self.stand(going, mirror, &bound)
         });
         let switched = match went {
             Ok((standing, began)) => {
@@ -153,15 +152,15 @@ impl Served {
         switched
     }
 
-    /// Nothing is under way any more, within this limit, and both images are equal.
+    /// Nothing is under way any more, and both images are equal.
     fn stand<'a>(
         &self,
         going: &Going<'_>,
         mirror: &'a Mirror,
-        (bound, limit): (&Bound<'_>, Duration),
+        bound: &Bound<'_>,
     ) -> Result<(Standing<'a>, Instant), String> {
         let began = Instant::now();
-        let standing = mirror.disk.stand_still(limit);
+        let standing = mirror.disk.stand_still(STAND_WAIT);
         let standing = standing.map_err(|error| told(&going.spec, &error))?;
         match bound.is_equal() && self.held().is_some() {
             true => Ok((standing, began)),
