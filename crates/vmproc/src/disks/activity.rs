@@ -9,6 +9,7 @@ use godwit_blockio::Filter;
 use godwit_blockio::filters::{Count, Counts, Limits, SharedLimits, Statistics, Throttle};
 use godwit_types::disk_activity::{DiskActivity, DiskRate, DiskWork};
 use godwit_types::vm::{DiskLimits, DiskSpec};
+use godwit_vhost::Disk;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -181,18 +182,14 @@ impl Disks {
     /// What each does for its guest.
     pub(crate) fn activity(&self) -> Vec<DiskActivity> {
         let (what, now) = (self.0.what(), Instant::now());
-        let all = self.0.gauges.iter().zip(&what.disks).enumerate();
-        all.map(|(index, (gauge, disk))| DiskActivity {
-            bytes: self.bytes(index),
-            ..gauge.activity(&disk.name, now)
+        let disks = lock(&self.0.disks);
+        let bytes = |disk: &Option<Arc<Disk>>| Some(disk.as_ref()?.glance().ok()?.bytes);
+        let all = self.0.gauges.iter().zip(&what.disks).zip(disks.iter());
+        all.map(|((gauge, spec), disk)| DiskActivity {
+            bytes: bytes(disk),
+            ..gauge.activity(&spec.name, now)
         })
         .collect()
-    }
-
-    /// How large the guest sees a disk; none of one that is not served or does not answer.
-    fn bytes(&self, index: usize) -> Option<u64> {
-        let disk = self.0.disk(index).ok()?;
-        Some(disk.glance().ok()?.bytes)
     }
 }
 
