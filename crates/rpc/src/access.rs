@@ -148,7 +148,6 @@ fn missing(rules: &[Rule], peer: &Peer, method: &str, path: Option<&str>) -> Res
     }
 }
 
-/// What was called; one without a certificate is not told whether there is such a path.
 fn called(method: &str, path: Option<&str>) -> String {
     path.map_or_else(
         || format!("{method} on this path"),
