@@ -52,7 +52,7 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     goes_on(&stack, "one")?;
     ok(&["vm", "limit-disk", "one", "root", "--iops", "5000"])?;
     let shown = stack.ok("controller", &["vm", "show", "one"])?;
-    let line = format!("root {image}, at most 5000 requests a second, ");
+    let line = format!("root {image}, 1.0 MiB, at most 5000 requests a second, ");
     let has_line = |shown: &str| {
         shown
             .lines()
