@@ -27,9 +27,22 @@ impl Deaths {
         Ok(Self { seed, count })
     }
 
-    /// What the chance of one death begins with.
+    /// From the beginning of a move that takes so long a death comes within this time; nothing: near its end, where most steps are, every other
+    /// time. The first one comes while little is copied.
+    pub fn within_ms(death: u64, move_ms: u64) -> Option<u64> {
+        match death {
+            0 => Some(move_ms / 10),
+            _ => (death % 2 == 0).then_some(move_ms),
+        }
+    }
+
+    /// What the chance of one death begins with. Mixed as splitmix64 does, since a linear generator that begins with the next number goes on
+    /// in step: all deaths would be at nearly the same moments.
     pub fn of(&self, death: u64) -> u64 {
-        self.seed.wrapping_mul(1_000_003).wrapping_add(death)
+        let mut mixed = self.seed.wrapping_mul(1_000_003).wrapping_add(death);
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
     }
 }
 
@@ -50,5 +63,24 @@ pub fn power_off(volumes: &mut [&Volume], mut below: impl FnMut(u64) -> u64) {
             _ => Survives::Some(below(1 << 32)),
         });
         std::thread::sleep(Duration::from_millis(below(pause_ms + 1)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deaths_of_one_seed_are_not_in_step() {
+        let seed = 345_173;
+        let deaths = Deaths { seed, count: 100 };
+        // As a linear generator makes a moment of it.
+        let moment = |death| deaths.of(death).wrapping_mul(6_364_136_223_846_793_005) >> 60;
+        let mut moments = [0; 16];
+        (0..deaths.count).for_each(|death| moments[moment(death) as usize] += 1);
+        assert!(
+            moments.iter().all(|deaths| (1..20).contains(deaths)),
+            "{moments:?}"
+        );
     }
 }

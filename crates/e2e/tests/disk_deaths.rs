@@ -33,7 +33,8 @@ fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
         for round in 0..count {
             let mut chance = Chance(planned.of(round));
             let told = || format!("GODWIT_SEED={seed}, death {round} of {between:?} by {death:?}");
-            die_once(&mut mortal, &at, death, &mut chance).with_context(told)?;
+            let within_ms = Deaths::within_ms(round, MOVE_MS);
+            die_once(&mut mortal, &at, (death, within_ms), &mut chance).with_context(told)?;
             let now = mortal.judge().with_context(told)?;
             moved += u64::from(now.1 != at.1 || now.0.owner.name != at.0.owner.name);
             at = now;
@@ -48,20 +49,19 @@ fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
 fn die_once(
     mortal: &mut Mortal,
     (at, path): &(godwit_e2e::verdict::Settled, std::path::PathBuf),
-    death: Death,
+    (death, within_ms): (Death, Option<u64>),
     chance: &mut Chance,
 ) -> Result<()> {
     let began = Instant::now();
     let is_near = mortal.begin_move(at, path)?;
-    // Every other time near the end, where most steps are.
-    if chance.below(2) == 0 {
+    if let Some(within_ms) = within_ms {
+        std::thread::sleep(Duration::from_millis(chance.below(within_ms)));
+    } else {
         while !is_near() {
             ensure!(began.elapsed() < LONG, "it copies for ever");
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_millis(chance.below(END_MS)));
-    } else {
-        std::thread::sleep(Duration::from_millis(chance.below(MOVE_MS)));
     }
     drop(is_near);
     let power = [Power::OfA, Power::OfB, Power::OfBoth][chance.below(3) as usize];

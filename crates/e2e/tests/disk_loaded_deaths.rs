@@ -209,7 +209,8 @@ fn die_often(with_power: bool, count: u64) -> Result<()> {
         let mut chance = Chance(planned.of(round));
         let former = site.image.clone();
         let told = || format!("GODWIT_SEED={seed}, death {round}, of power: {with_power}");
-        die_once(&mut site, with_power, &mut chance).with_context(told)?;
+        let within_ms = Deaths::within_ms(round, MOVE_MS);
+        die_once(&mut site, (with_power, within_ms), &mut chance).with_context(told)?;
         site.judge(&former).with_context(told)?;
         moved += u64::from(site.image != former);
         writes = site.log.writes();
@@ -220,7 +221,11 @@ fn die_often(with_power: bool, count: u64) -> Result<()> {
 }
 
 /// Serves the disk, loads it, begins a move, and lets it die at some moment of that.
-fn die_once(site: &mut Site, with_power: bool, chance: &mut Chance) -> Result<()> {
+fn die_once(
+    site: &mut Site,
+    (with_power, within_ms): (bool, Option<u64>),
+    chance: &mut Chance,
+) -> Result<()> {
     site.set_pace(true)?;
     let mut served = site.serve()?;
     let load = Load {
@@ -238,7 +243,9 @@ fn die_once(site: &mut Site, with_power: bool, chance: &mut Chance) -> Result<()
         std::thread::yield_now();
     }
     writeln!(served.input, "move {}", site.next().display())?;
-    if chance.below(2) == 0 {
+    if let Some(within_ms) = within_ms {
+        std::thread::sleep(Duration::from_millis(chance.below(within_ms)));
+    } else {
         let ends = |line: String| {
             ["\"equal\"", "\"failed\""]
                 .iter()
@@ -246,8 +253,6 @@ fn die_once(site: &mut Site, with_power: bool, chance: &mut Chance) -> Result<()
         };
         while !ends(served.lines.recv_timeout(LONG)?) {}
         std::thread::sleep(Duration::from_millis(chance.below(END_MS)));
-    } else {
-        std::thread::sleep(Duration::from_millis(chance.below(MOVE_MS)));
     }
     site.die(served, with_power, chance)?;
     site.log = running.cut()?;
