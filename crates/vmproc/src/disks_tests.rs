@@ -1,7 +1,9 @@
 //! Whether a stopped QEMU's disks are at rest: a front end stands for QEMU, and gives its queue back, or does not.
 
 use super::*;
-use crate::testing::{LONG, Site, apart};
+use crate::hypervisor::Hyper;
+use crate::testing::{FakeQemu, LONG, Site, apart};
+use godwit_store::load_json;
 use godwit_testkit::disk_load::MEMORY_BYTES;
 use godwit_testkit::disk_load::front_end::FrontEnd;
 use godwit_testkit::disk_load::ring::{Kind, Ring};
@@ -18,7 +20,8 @@ struct Served {
     disks: Disks,
     socket: PathBuf,
     memory: File,
-    _site: Site,
+    ram: Arc<RamFile>,
+    site: Site,
 }
 
 impl Served {
@@ -38,20 +41,25 @@ impl Served {
             gid: getegid().as_raw(),
         };
         let (qemu, right) = ((user, 1), (Some(Generation(2)), None));
-        let disks = Disks::begin(
-            &site.config,
-            &site.paths,
-            &spec,
-            qemu,
-            &Arc::new(ram),
-            right,
-        );
+        let ram = Arc::new(ram);
+        let disks = Disks::begin(&site.config, &site.paths, &spec, qemu, &ram, right);
         Self {
             disks: disks.unwrap(),
             socket: site.paths.ram_files.disk_socket(1, 0),
             memory: memory.unwrap(),
-            _site: site,
+            ram,
+            site,
         }
+    }
+
+    /// A QEMU that has these disks, and whose guest stands still once it was asked.
+    fn of_a_qemu(&self) -> (FakeQemu, Hyper) {
+        let qemu = self.site.qemu_of(2, &["paused"]);
+        let paths = &self.site.paths;
+        let identity = load_json(&paths.identity()).unwrap().unwrap();
+        let parts = (Arc::clone(&self.ram), self.disks.clone(), None);
+        let (hyper, _) = Hyper::take_over(paths, &identity, parts).unwrap();
+        (qemu, hyper)
     }
 
     fn connect(&self) -> FrontEnd {
@@ -123,4 +131,40 @@ fn disks_are_not_at_rest_while_a_write_that_waits_for_room_is_unanswered() {
         let refused = served.disks.are_at_rest(&lives).unwrap_err();
         assert_eq!(refused, "disk 'root' has 2 requests unanswered");
     });
+}
+
+/// Asked to stop a guest whose storage hangs, QEMU would answer nobody until it does not.
+#[test]
+fn qemu_is_not_asked_to_stop_a_guest_whose_disk_does_not_come_to_rest() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    apart(|mounts| {
+        let storage = Volume::mount_direct(mounts.as_fd(), directory.path()).unwrap();
+        let served = Served::with(directory.path());
+        let (qemu, hyper) = served.of_a_qemu();
+        let mut ring = Ring::map(&served.memory).unwrap();
+        let front_end = served.connect();
+        storage.change(|settings| settings.hangs = true);
+        ring.content(0, 4096).fill(7);
+        ring.put(0, Kind::Write, 0, 4096);
+        front_end.kick().unwrap();
+        storage.wait_held(1, LONG).unwrap();
+        hyper.stop(true).unwrap_err();
+        assert_eq!(qemu.asked("stop"), 0);
+        storage.change(|settings| settings.hangs = false);
+        // The guest runs on, with its disk.
+        served.until(|status| status.unanswered == 0 && !status.held);
+    });
+}
+
+#[test]
+fn a_guest_that_was_stopped_does_not_leave_while_qemu_lacks_a_queue() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let served = Served::with(directory.path());
+    let (qemu, hyper) = served.of_a_qemu();
+    let mut front_end = served.connect();
+    let refused = hyper.stop(true).unwrap_err().message;
+    assert_eq!(refused, "QEMU has not got all queues of disk 'root' back");
+    assert_eq!(qemu.asked("stop"), 1);
+    front_end.stop().unwrap();
+    hyper.stop(true).unwrap();
 }
