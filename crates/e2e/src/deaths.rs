@@ -32,7 +32,7 @@ impl Deaths {
     pub fn within_ms(death: u64, move_ms: u64) -> Option<u64> {
         match death {
             0 => Some(move_ms / 10),
-            _ => (death % 2 == 0).then_some(move_ms),
+            _ => death.is_multiple_of(2).then_some(move_ms),
         }
     }
 
