@@ -3,21 +3,16 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, LONG, LOOK_EVERY, Site, progress};
-use godwit_e2e::host::kill_qemus_on;
+use disk_site::{Answering, Fragile, LONG, LOOK_EVERY, Site, progress};
 use godwit_e2e::obedient::{Deed, order};
-use godwit_e2e::pair::{Options, Pair};
+use godwit_e2e::pair::Options;
 use godwit_testkit::guest::boot_disk;
 use godwit_testkit::testvol::{self, Settings, Volume};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::Outcome;
 use godwit_types::vm::VmState;
-use std::fs::{File, Permissions};
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
-use std::process::Command;
-use std::sync::atomic::Ordering;
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 /// A guest that begins anew arrives with its disk as it left it.
@@ -106,49 +101,12 @@ fn a_guest_that_panics_while_its_disk_is_mirrored_stands_still_at_its_source() -
     ends_at_its_source(Deed::Panic, VmState::Panicked, "panicked")
 }
 
-/// Hosts, the second of which has its images on a volume.
-struct Hanging {
-    site: Site,
-    volume: Volume,
-}
-
-impl Hanging {
-    fn begin(mounts: &OwnedFd) -> Result<Self> {
-        let mut volume = None;
-        let pair = |accelerator, dir: &Path| {
-            let pair = Pair::apart(accelerator, dir)?;
-            let at = dir.join("b");
-            volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
-            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
-            Ok(pair)
-        };
-        let site = Site::obedient_of(pair, &["root"])?;
-        let volume = volume.context("a volume")?;
-        Ok(Self { site, volume })
-    }
-}
-
-impl Drop for Hanging {
-    fn drop(&mut self) {
-        let volume = &self.volume;
-        volume.change(|settings| *settings = Settings::default());
-        let pair = &self.site.pair;
-        pair.supervised.store(false, Ordering::SeqCst);
-        for host in [&pair.a, &pair.b] {
-            host.kill_process();
-            kill_qemus_on(host.ram_dir());
-        }
-        // Else its directory could not be removed.
-        let _ = Command::new("umount").arg("-l").arg(volume.at()).status();
-    }
-}
-
 #[test]
 fn a_guest_that_panics_while_the_destination_hangs_stands_still_at_its_source_and_qemu_answers()
 -> Result<()> {
     let panics = |mounts: &OwnedFd| {
-        let hanging = Hanging::begin(mounts)?;
-        let (site, volume) = (&hanging.site, Some(&hanging.volume));
+        let hosts = Fragile::of_hosts(mounts)?;
+        let (site, volume) = (&hosts.site, Some(&hosts.volume));
         ends_at_its_source_on(site, volume, (Deed::Panic, VmState::Panicked, "panicked"))
     };
     testvol::apart(panics)?.unwrap_or(Ok(()))

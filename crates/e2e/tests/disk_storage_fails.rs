@@ -3,20 +3,16 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, LONG, LOOK_EVERY, Site, begin_move, progress};
-use godwit_e2e::host::kill_qemus_on;
+use disk_site::{Answering, Fragile, LONG, LOOK_EVERY, Site, begin_move, progress};
 use godwit_e2e::obedient::{Deed, order};
-use godwit_e2e::pair::{Options, Pair};
-use godwit_testkit::testvol::{self, Settings, Volume};
+use godwit_e2e::pair::Options;
+use godwit_testkit::testvol;
 use godwit_types::disk_move::{DiskMove, DiskMoveState};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::Outcome;
-use godwit_types::vm::Accelerator;
-use std::fs::{File, Permissions};
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -33,60 +29,12 @@ enum Fault {
     IsFull,
 }
 
-/// Hosts, on whose storage a volume is mounted for what comes.
-struct Fragile {
-    site: Site,
-    volume: Volume,
-}
-
 impl Fragile {
-    /// The volume is what host `b` has its images on.
-    fn of_hosts(mounts: &OwnedFd) -> Result<Self> {
-        Self::made(mounts, "b", |accelerator, dir| {
-            Pair::apart(accelerator, dir)
-        })
-    }
-
-    /// The volume is a second place for images of host `a`.
-    fn of_places(mounts: &OwnedFd) -> Result<Self> {
-        Self::made(mounts, "second", |accelerator, dir| {
-            for name in ["images", "second"] {
-                std::fs::create_dir(dir.join(name))?;
-                let all = Permissions::from_mode(0o777);
-                std::fs::set_permissions(dir.join(name), all)?;
-            }
-            Pair::new(accelerator)
-        })
-    }
-
-    fn made(
-        mounts: &OwnedFd,
-        name: &str,
-        pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
-    ) -> Result<Self> {
-        let mut volume = None;
-        let pair = |accelerator, dir: &Path| {
-            let pair = pair(accelerator, dir)?;
-            let at = dir.join(name);
-            volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
-            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
-            Ok(pair)
-        };
-        let site = Site::obedient_of(pair, &["root"])?;
-        let volume = volume.context("a volume")?;
-        Ok(Self { site, volume })
-    }
-
     fn breaks(&self, fault: Fault) {
         match fault {
             Fault::Fails => self.volume.change(|settings| settings.fails.writes = true),
             Fault::IsFull => self.volume.fill(),
         }
-    }
-
-    fn is_mended(&self) {
-        self.volume
-            .change(|settings| *settings = Settings::default());
     }
 
     /// The guest goes on at host `a` and noticed nothing, nothing is left on the volume, and that is as good as new.
@@ -122,21 +70,6 @@ impl Fragile {
             ensure!(Instant::now() < deadline, "{files:?} are left");
             std::thread::sleep(LOOK_EVERY);
         }
-    }
-}
-
-impl Drop for Fragile {
-    fn drop(&mut self) {
-        self.is_mended();
-        let pair = &self.site.pair;
-        pair.supervised.store(false, Ordering::SeqCst);
-        for host in [&pair.a, &pair.b] {
-            host.kill_process();
-            kill_qemus_on(host.ram_dir());
-        }
-        // Else its directory could not be removed.
-        let at = self.volume.at();
-        let _ = Command::new("umount").arg("-l").arg(at).status();
     }
 }
 

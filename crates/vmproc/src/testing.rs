@@ -9,7 +9,7 @@ use crate::vm::Vm;
 use godwit_guestmem::{Owner, RamFile};
 use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
-use godwit_testkit::testvol;
+pub(crate) use godwit_testkit::testvol::apart_or_skipped as apart;
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
@@ -19,7 +19,6 @@ use godwit_types::{ApiError, Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -41,15 +40,6 @@ pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
 
 /// How long a test waits for what has to come.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
-
-/// Works where volumes can be mounted. Nothing where this machine, or this user, cannot do so.
-pub(crate) fn apart(work: impl FnOnce(&OwnedFd) + Send) {
-    match testvol::apart(work) {
-        Ok(_) => {}
-        Err(error) if rustix::process::geteuid().is_root() => panic!("root has mounts: {error}"),
-        Err(error) => println!("skipped: mounts of one's own need root: {error}"),
-    }
-}
 
 /// Held here, under the generation that a [`Site`]'s records have.
 pub(crate) fn holds(power: Power) -> Phase {

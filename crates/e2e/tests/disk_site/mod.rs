@@ -4,17 +4,21 @@
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_e2e::Host;
 use godwit_e2e::guests::{disk, vm_with_disk};
+use godwit_e2e::host::kill_qemus_on;
 use godwit_e2e::obedient;
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk::{self, Progress};
+use godwit_testkit::testvol::{Settings, Volume};
 use godwit_types::MigrationId;
 use godwit_types::disk_move::{DiskMove, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome};
 use godwit_types::vm::Accelerator;
 use std::fs::{File, Permissions};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -366,5 +370,71 @@ impl Answering {
         println!("  QEMU answered {answers} times, within {longest:.1?}");
         ensure!(longest < ANSWERS_WITHIN, "QEMU answered after {longest:?}");
         Ok(())
+    }
+}
+
+/// Hosts, on whose storage a volume is mounted for what comes.
+pub struct Fragile {
+    pub site: Site,
+    pub volume: Volume,
+}
+
+impl Fragile {
+    /// The volume is what host `b` has its images on.
+    pub fn of_hosts(mounts: &OwnedFd) -> Result<Self> {
+        Self::made(mounts, "b", |accelerator, dir| {
+            Pair::apart(accelerator, dir)
+        })
+    }
+
+    /// The volume is a second place for images of host `a`.
+    pub fn of_places(mounts: &OwnedFd) -> Result<Self> {
+        Self::made(mounts, "second", |accelerator, dir| {
+            for name in ["images", "second"] {
+                std::fs::create_dir(dir.join(name))?;
+                let all = Permissions::from_mode(0o777);
+                std::fs::set_permissions(dir.join(name), all)?;
+            }
+            Pair::new(accelerator)
+        })
+    }
+
+    fn made(
+        mounts: &OwnedFd,
+        name: &str,
+        pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
+    ) -> Result<Self> {
+        let mut volume = None;
+        let pair = |accelerator, dir: &Path| {
+            let pair = pair(accelerator, dir)?;
+            let at = dir.join(name);
+            volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
+            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
+            Ok(pair)
+        };
+        let site = Site::obedient_of(pair, &["root"])?;
+        let volume = volume.context("a volume")?;
+        Ok(Self { site, volume })
+    }
+
+    /// As good as new.
+    pub fn is_mended(&self) {
+        self.volume
+            .change(|settings| *settings = Settings::default());
+    }
+}
+
+impl Drop for Fragile {
+    fn drop(&mut self) {
+        self.is_mended();
+        let pair = &self.site.pair;
+        pair.supervised.store(false, Ordering::SeqCst);
+        for host in [&pair.a, &pair.b] {
+            host.kill_process();
+            kill_qemus_on(host.ram_dir());
+        }
+        // Else its directory could not be removed.
+        let at = self.volume.at();
+        let _ = Command::new("umount").arg("-l").arg(at).status();
     }
 }

@@ -120,6 +120,15 @@ pub fn apart<T: Send>(work: impl FnOnce(&OwnedFd) -> T + Send) -> io::Result<Opt
     })
 }
 
+/// The same for a test, which is skipped where this machine, or this user, cannot mount anything.
+pub fn apart_or_skipped(work: impl FnOnce(&OwnedFd) + Send) {
+    match apart(work) {
+        Ok(_) => {}
+        Err(error) if rustix::process::geteuid().is_root() => panic!("root has mounts: {error}"),
+        Err(error) => println!("skipped: mounts of one's own need root: {error}"),
+    }
+}
+
 impl Volume {
     /// Mounts an empty volume at `at`, a directory that is there, as the process behind `inside` (a process descriptor)
     /// sees the file system. Needs root.
