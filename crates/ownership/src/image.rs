@@ -4,40 +4,12 @@
 //! before anything is written, under the generation of the permit. Pure: whoever has the image reads and writes the record.
 //! Refuses: an image that another host took later, that is older than this host knows it, or that is another VM's there.
 
+use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::{Generation, HostName, VmName};
 use serde::{Deserialize, Serialize};
 
 /// The format that this build writes, and the only one that it reads.
 pub const IMAGE_RECORD_FORMAT: u32 = 1;
-
-/// Tells one image from every other, and from what is put in its place: 16 bytes in hexadecimal, made at random.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct ImageId(String);
-
-impl ImageId {
-    pub fn new(random: u128) -> Self {
-        Self(format!("{random:032x}"))
-    }
-}
-
-impl TryFrom<String> for ImageId {
-    type Error = &'static str;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        let is_hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        match text.len() == 32 && text.bytes().all(is_hex) {
-            true => Ok(Self(text)),
-            false => Err("an image's id is 32 hexadecimal digits"),
-        }
-    }
-}
-
-impl From<ImageId> for String {
-    fn from(id: ImageId) -> Self {
-        id.0
-    }
-}
 
 /// What an image says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,17 +26,6 @@ pub struct ImageRecord {
     pub generation: Generation,
     /// How often the disk's image was taken, by whomever: once for each start of a hypervisor, and for each host to which the VM
     /// came. A hypervisor that goes on under a later generation does not count.
-    pub taken: u64,
-}
-
-/// What a host knows durably of the image of one of its VM's disks: that it took this one under this generation, as the
-/// `taken`th who did; or, of a VM that is to come, that the host from which it comes did.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct KnownImage {
-    pub disk: String,
-    pub image: ImageId,
-    pub generation: Generation,
     pub taken: u64,
 }
 

@@ -115,7 +115,7 @@ mod words;
 pub use crate::core::VmCore;
 pub use ended::End;
 pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason, Status, Timer};
-pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
+pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageRecord, ImageRefusal};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
 pub use peer::PEERS_REACH;
 pub use permit::RunPermit;

@@ -29,7 +29,7 @@ pub(crate) mod tests {
     pub(crate) fn say_whose(image: &File) {
         let record = ImageRecord {
             format: godwit_ownership::IMAGE_RECORD_FORMAT,
-            image: godwit_ownership::ImageId::new(7),
+            image: godwit_types::image::ImageId::new(7),
             vm: VmName::new("db").unwrap(),
             disk: "data".to_owned(),
             holder: HostName::new("a").unwrap(),

@@ -20,6 +20,7 @@ pub mod forecast;
 pub mod host;
 pub mod host_api;
 pub mod ids;
+pub mod image;
 pub mod load;
 pub mod migration;
 mod named;

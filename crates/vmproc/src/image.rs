@@ -115,7 +115,8 @@ fn invalid(message: String) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageId};
+    use godwit_ownership::IMAGE_RECORD_FORMAT;
+    use godwit_types::image::ImageId;
     use godwit_types::{Generation, HostName, VmName};
 
     fn image() -> tempfile::NamedTempFile {

@@ -9,7 +9,8 @@ use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
 use super::world::Site;
-use godwit_ownership::{Event, ImageClaim, ImageId, ImageRecord};
+use godwit_ownership::{Event, ImageClaim, ImageRecord};
+use godwit_types::image::ImageId;
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::collections::BTreeMap;
 

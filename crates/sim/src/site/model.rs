@@ -5,10 +5,9 @@
 pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
 
 use super::own_files::{Content, Files, Notes, OwnDisk};
-use godwit_ownership::{
-    Action, Event, EventKind, HostRecord, KnownImage, PeerMessage, Timer, VmCore,
-};
+use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
+use godwit_types::image::KnownImage;
 use godwit_types::site::{
     Instance, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, Stamp, Standing,
     SurveyAnswer, WholeSurvey,

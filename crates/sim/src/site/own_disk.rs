@@ -10,7 +10,8 @@ use super::images::{Closed, DISK, READ_FAILS, WRITE_FAILS};
 use super::model::{MachineId, VmId};
 use super::own_files::{Arrival, Content, File, Notes, OwnDisk};
 use super::world::Site;
-use godwit_ownership::{ImageClaim, ImageId, ImageRecord, Phase};
+use godwit_ownership::{ImageClaim, ImageRecord, Phase};
+use godwit_types::image::ImageId;
 use godwit_types::{Generation, MigrationId};
 
 /// Of a thousand times.

@@ -2,7 +2,8 @@
 //!
 //! Plain data, owned by the machine's slot for the VM. Refuses: nothing.
 
-use godwit_ownership::{ImageRecord, KnownImage};
+use godwit_ownership::ImageRecord;
+use godwit_types::image::KnownImage;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeMap;
 

@@ -7,7 +7,7 @@
 use super::entry::{Entry, Found};
 use crate::image::readable_record;
 use godwit_blockio::holder;
-use godwit_ownership::KnownImage;
+use godwit_types::image::KnownImage;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -127,8 +127,9 @@ pub(super) fn said_by(entry: &Entry<'_>) -> io::Result<Option<KnownImage>> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageId, ImageRecord};
+    use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageRecord};
     use godwit_qemu::disk::identity_of;
+    use godwit_types::image::ImageId;
     use godwit_types::{Generation, HostName, VmName};
 
     /// Has a file say that it was taken so often.

@@ -82,9 +82,10 @@ fn has(disk: &DiskSpec, image: BorrowedFd<'_>, look: Look<'_>) -> bool {
 mod tests {
     use super::*;
     use crate::testing::{Site, ask, holds, open};
-    use godwit_ownership::{HostRecord, IMAGE_RECORD_FORMAT, ImageId, Phase, Power};
+    use godwit_ownership::{HostRecord, IMAGE_RECORD_FORMAT, Phase, Power};
     use godwit_store::save_json;
     use godwit_types::host_api::VmRequest;
+    use godwit_types::image::ImageId;
     use godwit_types::{Generation, VmName};
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;

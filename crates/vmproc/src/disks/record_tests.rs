@@ -4,8 +4,8 @@ use super::*;
 use crate::disks::Disks;
 use crate::testing::{FakeQemu, Site};
 use godwit_guestmem::RamFile;
-use godwit_ownership::ImageId;
 use godwit_types::Generation;
+use godwit_types::image::ImageId;
 use godwit_types::vm::DiskSpec;
 use std::sync::Arc;
 
