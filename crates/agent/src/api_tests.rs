@@ -209,6 +209,7 @@ pub(crate) fn put(name: &str, generation: u64) -> PutVm {
         spec: spec(name),
         generation: Generation(generation),
         expect: Some(Generation(generation - 1)),
+        images: Vec::new(),
     }
 }
 
@@ -504,6 +505,7 @@ fn migration(id: &MigrationId) -> MigrationSpec {
         control_protocol: None,
         prediction: None,
         disks: Vec::new(),
+        images: Vec::new(),
         source_addresses: vec![],
         destination_addresses: vec![],
     }

@@ -29,6 +29,7 @@ mod datastore_rooms;
 mod datastores;
 mod evidence;
 mod harden;
+mod images;
 mod keeping;
 mod launch;
 mod life;

@@ -11,8 +11,10 @@ use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
 use godwit_types::host_api::{
-    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, HostVm, PutVm, SPEC_FILE, WENT_ON_FILE,
+    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, HostVm, IMAGES_FILE, PutVm, SPEC_FILE,
+    WENT_ON_FILE,
 };
+use godwit_types::image::KnownImage;
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
@@ -42,7 +44,15 @@ const REVOKED_FILE: &str = "revoked.json";
 pub(crate) struct Records {
     state_dir: PathBuf,
     host: HostName,
-    seen: Arc<(Seen<HostRecord>, Seen<VmSpec>)>,
+    pub(crate) seen: Arc<AllSeen>,
+}
+
+/// What was read of VMs' files and has not changed since.
+#[derive(Debug, Default)]
+pub(crate) struct AllSeen {
+    records: Seen<HostRecord>,
+    specs: Seen<VmSpec>,
+    pub(crate) images: Seen<Vec<KnownImage>>,
 }
 
 pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
@@ -157,14 +167,14 @@ impl Records {
     pub(crate) fn read(&self, vm: &VmName) -> Result<HostRecord, ApiError> {
         let path = self.dir(vm).join("ownership");
         let peek = || VmStore::peek(&self.state_dir, vm).map_err(stored);
-        Ok(or_absent(self.seen.0.read(&path, peek)?, vm))
+        Ok(or_absent(self.seen.records.read(&path, peek)?, vm))
     }
 
     /// The VM's description, if it has one.
     pub(crate) fn spec(&self, vm: &VmName) -> Result<Option<VmSpec>, ApiError> {
         let path = self.dir(vm).join(SPEC_FILE);
         let unread = |error| undescribed(vm, stored(error));
-        self.seen.1.read(&path, || {
+        self.seen.specs.read(&path, || {
             let spec: Option<VmSpec> = load_json(&path).map_err(unread)?;
             // Taken for that one's it would stand for two VMs.
             match spec {
@@ -198,6 +208,7 @@ impl Records {
             qemu_pid: None,
             note,
             disks: Vec::new(),
+            images: Vec::new(),
         }
     }
 
@@ -223,7 +234,19 @@ impl Records {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
         }
+        self.note_images(request)?;
         save_json(&self.dir(vm).join(SPEC_FILE), &request.spec).map_err(stored)
+    }
+
+    /// Has the VM process know of its images what the holders before this host did.
+    fn note_images(&self, request: &PutVm) -> Result<(), ApiError> {
+        let path = self.dir(&request.spec.name).join(IMAGES_FILE);
+        let written = match request.images.is_empty() {
+            false => save_json(&path, &request.images),
+            true if request.expect.is_some() => remove_document(&path),
+            true => Ok(()),
+        };
+        written.map_err(stored)
     }
 
     fn grant(
@@ -276,6 +299,7 @@ impl Records {
             FORMER_DEVICES_FILE,
             WENT_ON_FILE,
             DISKS_FILE,
+            IMAGES_FILE,
             SPEC_FILE,
         ] {
             remove_document(&self.dir(vm).join(name)).map_err(stored)?;

@@ -336,7 +336,8 @@ impl Agent {
         let record = self.survey_record(name, request.level).await?;
         // Before it answers that it holds nothing, the host has looked whether a guest of it lives.
         let (agent, vm) = (Arc::clone(self), name.clone());
-        let may_live = blocking(move || agent.may_live(&vm)).await?;
+        let look = move || Ok((agent.may_live(&vm)?, agent.records.images(&vm)));
+        let (may_live, images) = blocking(look).await?;
         let heard = |site: &mut HostSite| (site.instance().clone(), site.heard());
         let (instance, knows) = self.site.with(heard);
         Ok(SurveyAnswer {
@@ -345,6 +346,7 @@ impl Agent {
             may_live,
             instance,
             knows,
+            images,
         })
     }
 

@@ -9,6 +9,7 @@ use crate::records::{Records, VMS_MAX, internal, named, or_absent, stored};
 use godwit_ownership::{Action, Event, HostRecord};
 use godwit_site::claim_of;
 use godwit_store::{RealFiles, StoreError, VmLock, VmStore, frame, replace_durably};
+use godwit_types::image::KnownImage;
 use godwit_types::site::{RecordAnswer, RecordSaid};
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::collections::BTreeMap;
@@ -22,13 +23,14 @@ const DAMAGED_MAX: u32 = 100;
 /// A record's file, beside its lock.
 const RECORD_FILE: &str = "ownership";
 
-fn said(record: HostRecord) -> RecordSaid {
+fn said(record: HostRecord, images: Vec<KnownImage>) -> RecordSaid {
     RecordSaid {
         claim: claim_of(&record),
         highest: record.highest,
         vm: record.vm,
         // Whoever asks here looks for a guest himself.
         may_live: true,
+        images,
     }
 }
 
@@ -71,7 +73,8 @@ impl Records {
 
     /// What the record of one VM says; of one that this host never heard of, that it is not here.
     pub(crate) fn said(&self, vm: &VmName) -> Result<RecordSaid, ApiError> {
-        self.read(vm).map(said)
+        let record = self.read(vm)?;
+        Ok(said(record, self.images(vm)))
     }
 
     /// What all records say, and the VMs of which the record cannot be read: it may say anything.

@@ -226,6 +226,7 @@ pub fn holds_web(generation: u64) -> RecordSaid {
             on: true,
         },
         may_live: true,
+        images: Vec::new(),
     }
 }
 
@@ -571,6 +572,7 @@ fn status(config: &VmProcessConfig) -> VmStatus {
                 .map(|pid| pid.parse().unwrap()),
             note: None,
             disks: Vec::new(),
+            images: Vec::new(),
         },
     }
 }

@@ -228,6 +228,7 @@ mod tests {
             note: None,
             spec,
             disks: Vec::new(),
+            images: Vec::new(),
         };
         entry.vms.insert(vm.spec.name.clone(), vm);
         state.hosts.insert(HostName::new("a").unwrap(), entry);

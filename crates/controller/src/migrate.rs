@@ -276,6 +276,7 @@ fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcom
         control_protocol: found.control_protocol(),
         prediction: found.report.prediction.clone(),
         disks: found.disks.clone(),
+        images: found.vm.images.clone(),
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),
     })

@@ -558,6 +558,7 @@ fn said(vm: &HostVm) -> RecordSaid {
         highest: vm.generation,
         claim: vm.claim.clone(),
         may_live: is_on(vm),
+        images: vm.images.clone(),
     }
 }
 

@@ -55,6 +55,7 @@ fn says(state: VmState, generation: u64, claim: Claim) -> Vec<HostVm> {
         qemu_pid: None,
         note: None,
         disks: Vec::new(),
+        images: Vec::new(),
     }]
 }
 

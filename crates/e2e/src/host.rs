@@ -4,11 +4,13 @@
 
 use anyhow::{Context as _, bail};
 use godwit_ownership::{Action, Event, HostRecord, Qemu, VmCore};
-use godwit_store::{VmStore, save_json};
-use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_store::{VmStore, load_json, save_json};
+use godwit_types::host_api::{DISKS_FILE, HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::image::KnownImage;
 use godwit_types::migration::{DiskToMove, MigrationReport};
 use godwit_types::vm::{Accelerator, DiskSpec, VmSpec, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
+use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
 use std::net::IpAddr;
@@ -425,6 +427,13 @@ impl Host {
             VmAnswer::Status(status) => Ok(status.vm),
             other => bail!("unexpected answer {other:?}"),
         }
+    }
+
+    /// What the host has written down of the images of its VM's disks.
+    pub fn known_images(&self) -> anyhow::Result<Vec<KnownImage>> {
+        let written: Option<Value> = load_json(&self.state_dir().join(DISKS_FILE))?;
+        let known = written.and_then(|written| written.get("known").cloned());
+        Ok(known.map_or(Ok(Vec::new()), serde_json::from_value)?)
     }
 
     /// The VM's state here.

@@ -270,6 +270,7 @@ impl Pair {
             control_protocol: None,
             prediction: None,
             disks: from.disks_to_move(&vm.spec)?,
+            images: from.known_images()?,
             source_addresses: from.addresses.clone(),
             destination_addresses: Vec::new(),
         };

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 fn record(host: &Host, site: &Site) -> Result<ImageRecord> {
     let record = image::show(&own(host, &site.path))?;
@@ -142,6 +142,41 @@ fn a_disk_whose_path_is_other_storage_on_the_other_host_does_not_change_hands() 
     site.goes_on(a, 10)?;
     ensure!(record(a, &site)?.holder == a.name);
     Ok(())
+}
+
+#[test]
+fn a_disk_whose_path_is_an_older_copy_on_the_other_host_does_not_change_hands() -> Result<()> {
+    let site = Site::booted(Pair::apart, true)?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    // With its attributes, as replication makes it.
+    std::fs::copy(own(a, &site.path), own(b, &site.path))?;
+    let copied = record(a, &site)?;
+    let replica = File::open(own(b, &site.path))?;
+    let text = serde_json::to_vec(&copied)?;
+    ensure!(holder::replace(replica.as_fd(), None, &text)?);
+    stop(a)?;
+    a.ask(&VmRequest::Start)?;
+    site.goes_on(a, 10)?;
+    let newest = record(a, &site)?;
+    let deadline = Instant::now() + LONG;
+    while a
+        .known_images()?
+        .iter()
+        .all(|known| known.taken != newest.taken)
+    {
+        ensure!(Instant::now() < deadline, "what it knows is not written");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let begun = site.pair.try_begin(a, b, &Options::default())?.1;
+    let why = format!("{:#}", begun.err().context("it began to move")?);
+    for words in ["is not that one", "older copy", "mount the same storage"] {
+        ensure!(why.contains(words), "{why}");
+    }
+    ensure!(
+        record(b, &site)? == copied,
+        "what is refused is not changed"
+    );
+    site.goes_on(a, 10)
 }
 
 #[test]

@@ -56,9 +56,9 @@ pub enum ImageRefusal {
         theirs: Generation,
         ours: Generation,
     },
-    /// This host has taken it since: what was written then is not in it.
+    /// This host, or one that had it before, has taken it since: what was written then is not in it.
     #[error(
-        "it is an older copy: it says that it was taken {found} times, and this host was the one that took it for the {known}th time"
+        "it is an older copy: it says that a host has taken it {found} times, and it was taken {known} times by now"
     )]
     Older { found: u64, known: u64 },
     /// It was this disk's before another image was.
@@ -92,9 +92,6 @@ pub enum ImageRefusal {
     OutOfReach,
 }
 
-/// More than any generation or count of openings comes to.
-const LARGEST: u64 = 1 << 48;
-
 impl ImageClaim<'_> {
     /// What the image's record must be before the image is written. It equals the one found where nothing is to be changed.
     pub fn judge(&self, found: Option<&ImageRecord>) -> Result<ImageRecord, ImageRefusal> {
@@ -110,7 +107,7 @@ impl ImageClaim<'_> {
                 found: found.format,
             });
         }
-        if found.taken > LARGEST || found.generation.0 > LARGEST {
+        if !found.known().is_in_reach() {
             return Err(ImageRefusal::OutOfReach);
         }
         let is_ours = found.vm == *self.vm && found.disk == self.disk;
@@ -124,7 +121,8 @@ impl ImageClaim<'_> {
                 ours: self.generation,
             });
         }
-        self.must_be_newest(found)?;
+        self.known
+            .map_or(Ok(()), |known| found.must_be_no_older(known))?;
         match self.anew {
             true => Ok(self.record(&found.image, self.next(found.taken))),
             false => self.go_on(found),
@@ -149,22 +147,6 @@ impl ImageClaim<'_> {
                 disk: found.disk.clone(),
                 holder: found.holder.clone(),
             }),
-        }
-    }
-
-    fn must_be_newest(&self, found: &ImageRecord) -> Result<(), ImageRefusal> {
-        let Some(known) = self.known else {
-            return Ok(());
-        };
-        match found.image == known.image {
-            true if found.taken < known.taken => Err(ImageRefusal::Older {
-                found: found.taken,
-                known: known.taken,
-            }),
-            false if found.taken <= known.taken => Err(ImageRefusal::Former {
-                found: found.generation,
-            }),
-            _ => Ok(()),
         }
     }
 
@@ -208,6 +190,21 @@ impl ImageClaim<'_> {
 }
 
 impl ImageRecord {
+    /// Refuses an image from before what is known of it, or of another one that was the disk since.
+    pub fn must_be_no_older(&self, known: &KnownImage) -> Result<(), ImageRefusal> {
+        let (found, is_it) = (self.known(), self.image == known.image);
+        match is_it {
+            true if found.taken < known.taken => Err(ImageRefusal::Older {
+                found: found.taken,
+                known: known.taken,
+            }),
+            false if !found.is_newer_than(known) => Err(ImageRefusal::Former {
+                found: found.generation,
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// What the host that took it is to know of it from now on.
     pub fn known(&self) -> KnownImage {
         KnownImage {

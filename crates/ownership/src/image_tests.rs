@@ -252,3 +252,31 @@ fn an_id_is_sixteen_bytes_in_hexadecimal() {
         assert!(read(wrong).is_err(), "{wrong}");
     }
 }
+
+#[test]
+fn an_image_that_was_taken_under_a_later_generation_is_newer_however_often() {
+    let site = Site::new();
+    // The disk went along to another host under generation 8, which began to count anew, and onto shared storage there.
+    let known = known(1, 3);
+    let later = ImageRecord {
+        image: ImageId::new(2),
+        taken: 1,
+        ..site.taken(1, 8)
+    };
+    assert_eq!(later.must_be_no_older(&known), Ok(()));
+    let next = ImageClaim {
+        known: Some(&known),
+        ..site.claim(0, 9)
+    };
+    assert_eq!(next.judge(Some(&later)).unwrap().taken, known.taken + 1);
+    // And what was taken more often before that is from before.
+    let before = ImageRecord {
+        image: ImageId::new(2),
+        taken: 9,
+        ..site.taken(1, 2)
+    };
+    let former = ImageRefusal::Former {
+        found: Generation(2),
+    };
+    assert_eq!(before.must_be_no_older(&known), Err(former));
+}

@@ -8,6 +8,7 @@ use crate::plant::Plant;
 use crate::strangers::Stranger;
 use crate::takeover::Charge;
 use crate::unwritten::Unwritten;
+use godwit_types::image::KnownImage;
 use godwit_types::site::{Instance, SiteHeard, SiteHost, SiteUpdate, SiteVm, Stamp, Standing};
 use godwit_types::{Generation, HostName, VmName};
 use serde::{Deserialize, Serialize};
@@ -80,6 +81,9 @@ pub struct Entry {
     /// The last grant, where nothing began by it. Where it is not the newest any more it says nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub not_begun: Option<NotBegun>,
+    /// What its holders knew of its images on shared storage, the last one that was heard of at the end.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
     /// The word that wrote this.
     pub stamp: Stamp,
 }

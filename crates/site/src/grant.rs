@@ -124,6 +124,7 @@ impl Book {
                 highest: answer.highest,
                 claim: answer.claim.clone(),
                 may_live: answer.may_live,
+                images: answer.images.clone(),
             };
             let (life, heard) = (&answer.instance, answer.knows.stamp);
             self.meet_asked(host, life, heard, survey.asked, &mut news);

@@ -369,6 +369,13 @@ impl Book {
                 news.push(News::Held { vm, host });
             }
         }
+        let entry = self.vms.entry(record.vm.clone()).or_default();
+        if let Some(generation) = record.claim.held()
+            && is_itself
+            && (generation, Some(host)) == (entry.held, entry.holder.as_ref())
+        {
+            entry.hear_images(&record.images, generation);
+        }
     }
 
     /// A host that a record names and nobody knows here: after a restored database it may hold the VM.

@@ -41,6 +41,7 @@ mod claim;
 mod gift;
 mod grant;
 mod hear;
+mod images;
 pub mod plant;
 mod refusal;
 mod resolve;

@@ -23,6 +23,8 @@ named! {
         OpensUnreadImage => "opens-unread-image",
         /// An image is opened although it could not be written that this host has it.
         OpensUnwrittenImage => "opens-unwritten-image",
+        /// What a VM's holder knows of its image is not told to the next one.
+        ForgetsImages => "forgets-images",
         /// A restored controller goes on as if it knew everything.
         RestoredGoesOn => "restored-controller-goes-on",
         /// A no that was said before a host was named again takes it out of the set.

@@ -71,6 +71,7 @@ fn no(of: &HostName, highest: Generation) -> SurveyAnswer {
         may_live: false,
         instance: lives(of),
         knows: SiteHeard::default(),
+        images: Vec::new(),
     }
 }
 

@@ -29,6 +29,7 @@ fn said(vm: VmName, highest: u64, claim: Claim) -> RecordSaid {
         highest: Generation(highest),
         may_live: claim.may_hold(),
         claim,
+        images: Vec::new(),
     }
 }
 
@@ -58,6 +59,7 @@ fn all_say_no(book: &mut Book, vm: &VmName, on: &[HostName]) -> Surveyed {
             stamp: knows,
             complete: knows,
         },
+        images: Vec::new(),
     };
     let answers: BTreeMap<_, _> = survey.hosts.iter().map(|of| (of.clone(), no(of))).collect();
     book.take_survey(&survey, &answers)

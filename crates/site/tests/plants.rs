@@ -39,6 +39,7 @@ fn a_no_from_before_a_host_was_named_again_does_not_take_it_out() {
         may_live: false,
         instance: Instance::default(),
         knows: SiteHeard::default(),
+        images: Vec::new(),
     };
     book.take_survey(&survey, &BTreeMap::from([(host("b"), no)]));
     assert!(book.may_hold(&web()).contains(&host("b")));
@@ -324,6 +325,7 @@ fn a_gift_at_the_end_of_all_generations_binds_no_host() {
                 to: host("b"),
             },
             may_live: false,
+            images: Vec::new(),
         }],
     };
     book.hear(&host("a"), ticket, heard);
@@ -344,6 +346,7 @@ fn a_host_that_owes_another_its_word_on_a_handover_boots_nothing_on_a_thirds() {
             highest: Generation(4),
             claim,
             may_live: false,
+            images: Vec::new(),
         }],
         ..SiteAnswer::default()
     };

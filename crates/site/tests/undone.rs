@@ -32,6 +32,7 @@ fn hear(book: &mut Book, of: &str, stamp: Stamp, claim: Claim) {
         highest: book.highest(&web()),
         may_live: claim.may_hold(),
         claim,
+        images: Vec::new(),
     };
     let ticket = book.ask();
     let heard = Heard {
@@ -55,6 +56,7 @@ fn free(book: &mut Book, on: &[&str]) -> Free {
             claim: Claim::No,
             instance: life(host.as_str()),
             knows: knows(stamp),
+            images: Vec::new(),
         };
         (host.clone(), answer)
     });

@@ -215,6 +215,7 @@ fn a_fenced_stranger_that_asks_is_not_off_any_more_and_is_enrolled_after_the_tak
             may_live: false,
             instance: life(name, 1),
             knows: knows(book.stamp()),
+            images: Vec::new(),
         };
         (host(name), answer)
     });
@@ -274,6 +275,7 @@ fn a_handover_that_waits_for_its_source_is_not_held_twice() {
                 may_live: true,
                 instance: life(name, 1),
                 knows: knows(book.stamp()),
+                images: Vec::new(),
             };
             (host(name), answer)
         });

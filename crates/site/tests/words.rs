@@ -32,6 +32,7 @@ fn said(highest: u64, claim: Claim) -> RecordSaid {
         highest: Generation(highest),
         may_live: claim.may_hold(),
         claim,
+        images: Vec::new(),
     }
 }
 
@@ -72,6 +73,7 @@ fn answer(book: &Book, instance: Instance, highest: Generation, claim: Claim) ->
             stamp: knows,
             complete: knows,
         },
+        images: Vec::new(),
     }
 }
 

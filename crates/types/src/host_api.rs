@@ -12,6 +12,7 @@ use crate::disk_move::{DiskMoves, DiskPlace};
 use crate::disk_resize::ResizeDisk;
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
+use crate::image::KnownImage;
 use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
 use crate::site::{Claim, GiftOvertaken, Instance, RecordAnswer, SiteHost};
 use crate::vm::{Accelerator, VmSpec, VmState};
@@ -35,6 +36,9 @@ pub const REPORTS_DIR: &str = "migrations";
 /// Name of what a VM process writes of the disks that it serves, in the VM's state directory. A host that does not hold the
 /// VM has it only for as long as something of them is to be removed there.
 pub const DISKS_FILE: &str = "disks.json";
+/// In a VM's state directory: what the controller said that its holders before knew of its images, a list of
+/// [`KnownImage`] as JSON.
+pub const IMAGES_FILE: &str = "images.json";
 /// In the VM's state directory: [`UefiSizes`] of its guest.
 pub const UEFI_SIZES_FILE: &str = "uefi.json";
 /// Name of the socket that a VM process serves, in its run directory.
@@ -89,6 +93,9 @@ pub struct HostVm {
     /// What its disks do, while its VM process serves them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskActivity>,
+    /// What it knows of the images on shared storage of the VM, if it holds it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
 }
 
 impl HostVm {
@@ -184,6 +191,9 @@ pub struct PutVm {
     /// None for a new description alone.
     #[serde(default)]
     pub expect: Option<Generation>,
+    /// What its holders before knew of its images on shared storage: an older copy of one is not opened.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
 }
 
 /// Asks a host to be a destination.

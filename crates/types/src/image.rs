@@ -5,6 +5,9 @@
 use crate::ids::Generation;
 use serde::{Deserialize, Serialize};
 
+/// More than any generation or count of openings comes to.
+pub const NUMBER_MAX: u64 = 1 << 48;
+
 /// Tells one image from every other, and from what is put in its place: 16 bytes in hexadecimal, made at random.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -37,10 +40,59 @@ impl From<ImageId> for String {
 /// What a host knows durably of the image of one of its VM's disks: that it took this one under this generation, as the
 /// `taken`th who did; or, of a VM that is to come, that the host from which it comes did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct KnownImage {
     pub disk: String,
     pub image: ImageId,
     pub generation: Generation,
     pub taken: u64,
+}
+
+impl KnownImage {
+    /// Whether this is from later than what else is known of the disk's image. How often images were taken is counted anew where one goes along with a VM,
+    /// under a later generation; one that nobody has taken yet has generation 0, and goes on counting.
+    pub fn is_newer_than(&self, other: &Self) -> bool {
+        let by_taken = self.taken.cmp(&other.taken);
+        let is_either_untaken = self.generation.min(other.generation) == Generation(0);
+        let order = match is_either_untaken {
+            true => by_taken,
+            false => self.generation.cmp(&other.generation).then(by_taken),
+        };
+        order.is_gt()
+    }
+
+    /// Whether it can have come about: what is beyond would be ahead of everybody for good.
+    pub fn is_in_reach(&self) -> bool {
+        self.generation.0 <= NUMBER_MAX && self.taken <= NUMBER_MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn known(generation: u64, taken: u64) -> KnownImage {
+        KnownImage {
+            disk: "root".into(),
+            image: ImageId::new(1),
+            generation: Generation(generation),
+            taken,
+        }
+    }
+
+    #[test]
+    fn what_was_taken_under_a_later_generation_is_newer_however_often_it_was() {
+        assert!(known(5, 1).is_newer_than(&known(4, 9)));
+        assert!(known(4, 3).is_newer_than(&known(4, 2)));
+        assert!(!known(4, 2).is_newer_than(&known(4, 2)));
+        // Nobody has taken it yet: what was there before goes on counting.
+        assert!(known(0, 6).is_newer_than(&known(4, 5)));
+        assert!(!known(4, 5).is_newer_than(&known(0, 6)));
+    }
+
+    #[test]
+    fn numbers_that_nobody_reaches_are_told_from_those_that_somebody_does() {
+        assert!(known(NUMBER_MAX, NUMBER_MAX).is_in_reach());
+        assert!(!known(1, NUMBER_MAX + 1).is_in_reach());
+        assert!(!known(NUMBER_MAX + 1, 1).is_in_reach());
+    }
 }

@@ -4,6 +4,7 @@
 
 pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
+use crate::image::KnownImage;
 use crate::round::{rounded, rounded_finely, rounded_option};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
@@ -192,6 +193,9 @@ pub struct MigrationSpec {
     /// The disks whose images go along with the VM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskToMove>,
+    /// What the source knows of the VM's images on shared storage: the destination opens no older ones.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
     /// The source's migration addresses, to bind to.
     pub source_addresses: Vec<IpAddr>,
     /// Where the destination listens; filled in when it is prepared.

@@ -6,6 +6,7 @@
 use crate::certificate::CertificateDates;
 use crate::control_api::HostState;
 use crate::ids::{Generation, HostName, VmName};
+use crate::image::KnownImage;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -171,6 +172,9 @@ pub struct SurveyAnswer {
     pub instance: Instance,
     /// What it knows of the controller's words.
     pub knows: SiteHeard,
+    /// What this host knows of the images on shared storage of a VM that it holds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
 }
 
 /// One record of a host, as it tells it to other hosts and to a controller.
@@ -184,6 +188,9 @@ pub struct RecordSaid {
     /// Whether a guest of it may be there: a QEMU or a VM process of it lives, or nobody can tell.
     #[serde(default = "yes")]
     pub may_live: bool,
+    /// What this host knows of the images on shared storage of a VM that it holds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<KnownImage>,
 }
 
 impl RecordSaid {

@@ -451,6 +451,7 @@ impl Waiting<'_> {
             qemu_pid: Some(self.process.pid()),
             note: Some(self.note()),
             disks: Vec::new(),
+            images: Vec::new(),
         };
         VmAnswer::Status(Box::new(VmStatus { vm }))
     }

@@ -101,7 +101,9 @@ impl Disks {
             true => spec.disks.clone(),
             false => Vec::new(),
         };
-        let before = left::of_earlier(paths, &disks);
+        let mut before = left::of_earlier(paths, &disks);
+        let said = coming.into_iter().flat_map(|coming| coming.images.iter());
+        left::take_newest(&mut before.known, said.cloned(), &disks);
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
             launch,

@@ -6,8 +6,8 @@
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
 use godwit_types::host_api::{
-    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IDENTITY_FILE, SOCKET_FILE, SPEC_FILE,
-    UEFI_SIZES_FILE, VmProcessConfig, WENT_ON_FILE,
+    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IDENTITY_FILE, IMAGES_FILE, SOCKET_FILE,
+    SPEC_FILE, UEFI_SIZES_FILE, VmProcessConfig, WENT_ON_FILE,
 };
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
@@ -115,6 +115,11 @@ impl Paths {
     /// The same while that QEMU lives.
     pub(crate) fn living_disks(&self) -> PathBuf {
         self.run.join(DISKS_FILE)
+    }
+
+    /// What the controller said of them.
+    pub(crate) fn images(&self) -> PathBuf {
+        self.state.join(IMAGES_FILE)
     }
 
     /// Block devices that were the VM's disks here.

@@ -427,6 +427,7 @@ impl Vm {
                 .hyper
                 .as_ref()
                 .map_or_else(Vec::new, |hyper| hyper.disks.activity()),
+            images: Vec::new(),
         })
     }
 

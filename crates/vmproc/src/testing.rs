@@ -115,6 +115,7 @@ pub(crate) fn migration(id: &str) -> MigrationSpec {
         control_protocol: None,
         prediction: None,
         disks: Vec::new(),
+        images: Vec::new(),
         source_addresses: Vec::new(),
         destination_addresses: Vec::new(),
     }

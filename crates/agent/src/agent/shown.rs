@@ -8,7 +8,7 @@ use crate::launch::{self};
 use crate::life::{Life, phase_wants_process};
 use godwit_ownership::HostRecord;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
-use godwit_types::vm::{VmSpec, VmState};
+use godwit_types::vm::{DiskSpec, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::Arc;
 
@@ -43,6 +43,10 @@ impl Agent {
             && let Ok(VmAnswer::Status(status)) = vm.ask(&VmRequest::Status, READ).await
         {
             let mut vm = status.vm;
+            if vm.holds() && vm.spec.disks.iter().any(DiskSpec::changes_hands) {
+                let (agent, name) = (self.clone(), name.clone());
+                vm.images = blocking(move || Ok(agent.records.images(&name))).await?;
+            }
             self.boots.show(&mut vm, self.host(), &self.log_of(name));
             self.closing.show(&mut vm, self.host());
             return Ok(vm);
@@ -68,6 +72,7 @@ impl Agent {
                 vm
             }
         };
+        vm.images = self.records.images(name);
         self.boots.show(&mut vm, self.host(), &self.log_of(name));
         self.closing.show(&mut vm, self.host());
         if self.is_denied_by(name, &record) {

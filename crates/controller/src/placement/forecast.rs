@@ -422,6 +422,7 @@ mod tests {
             control_protocol: None,
             prediction: None,
             disks: Vec::new(),
+            images: Vec::new(),
             source_addresses: vec![],
             destination_addresses: vec![],
         };

@@ -62,6 +62,7 @@ fn facts() -> Facts {
             qemu_pid: None,
             note: None,
             disks: Vec::new(),
+            images: Vec::new(),
         },
         source: host("a"),
         destination: host("b"),

@@ -108,6 +108,7 @@ mod tests {
                 qemu_pid: None,
                 note: None,
                 disks: Vec::new(),
+                images: Vec::new(),
             },
             passed: Vec::new(),
             refusals: Vec::new(),

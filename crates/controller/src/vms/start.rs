@@ -277,6 +277,7 @@ async fn keep_held(
             spec: plan.resolved.clone(),
             generation,
             expect: None,
+            images: app.state().book.images(&plan.entry.spec.name),
         };
         match agent.put_vm(&put).await {
             Ok(_) => {}
@@ -320,10 +321,12 @@ async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) 
     app.store.grant_start(&entry, due.rows()).await?;
     due.written();
     app.state().vms.insert(entry.spec.name.clone(), entry);
+    let name = &plan.entry.spec.name;
     let put = PutVm {
         spec: plan.resolved.clone(),
         generation: grant.generation,
         expect: Some(grant.expect),
+        images: app.state().book.images(name),
     };
     let Err(Failed { error, never_ran }) = put_and_start(agent, &put).await else {
         return Ok(());

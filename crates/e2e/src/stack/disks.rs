@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: a guest that says that its disk is wrong.
 
-use super::{LONG, Stack};
+use super::{LONG, SHARED, Stack};
 use anyhow::{Result, ensure};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
@@ -12,7 +12,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// An image with a guest on it, for the common group of the host's QEMUs.
 pub fn make_image(stack: &Stack, name: &str) -> Result<String> {
-    let image = format!("/var/tmp/{name}.raw");
+    make_image_at(stack, format!("/var/tmp/{name}.raw"))
+}
+
+/// The same on storage that all hosts share.
+pub fn make_shared_image(stack: &Stack, name: &str) -> Result<String> {
+    let image = stack.dir().join(SHARED).join(format!("{name}.raw"));
+    make_image_at(stack, image.to_string_lossy().into_owned())
+}
+
+fn make_image_at(stack: &Stack, image: String) -> Result<String> {
     let mut content = boot_disk::sector()?;
     content.resize(1 << 20, 0);
     std::fs::write(stack.inside("a", &image)?, content)?;

@@ -32,6 +32,8 @@ pub use guests::Counter;
 pub const CONTROLLER_DATABASE: &str = "/var/lib/godwit-controller/controller.db";
 /// The controller's local socket, on its machine.
 pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
+/// The directory that all hosts share, in the stack's own.
+pub const SHARED: &str = "shared";
 /// A host's datastores, each by its name in the directory [`STORES_IN`].
 pub const STORES: [&str; 2] = ["vms", "fast"];
 /// Where a host has its datastores.
@@ -79,6 +81,8 @@ pub struct Plan {
     pub in_memory: bool,
     /// Every host has the datastores [`STORES`], each on a test volume of its own.
     pub stores: bool,
+    /// Every host has the same directory [`SHARED`] of the stack's own.
+    pub shared: bool,
     /// What the migration network is like; as fast as the machine without it.
     pub link: Option<LinkSpec>,
     /// How long certificates are good for, seconds; a year when 0.
@@ -109,6 +113,8 @@ impl Stack {
             std::fs::remove_dir_all(&dir)?;
         }
         std::fs::create_dir_all(&dir)?;
+        let shared = plan.shared.then(|| dir.join(SHARED));
+        shared.iter().try_for_each(std::fs::create_dir)?;
         let lab = Lab::new(LabConfig {
             name: format!("stack-{name}-{}", std::process::id()),
             routed: plan.routed,
@@ -117,6 +123,7 @@ impl Stack {
             link: plan.link,
             hosts: 2 + plan.more,
             volumes: !plan.in_memory,
+            shared: shared.into_iter().collect(),
             stores: STORES.iter().filter(|_| plan.stores).map(store).collect(),
             ..LabConfig::default()
         })?;

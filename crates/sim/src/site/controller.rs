@@ -68,6 +68,8 @@ pub(crate) struct Controller {
     pub jobs: BTreeMap<u64, Job>,
     pub asks: BTreeMap<u64, (NameId, Purpose)>,
     pub polled: BTreeSet<NameId>,
+    /// As of how many openings of its VM's image this life was told of it, as an observer knows.
+    pub heard: BTreeMap<VmId, u64>,
     /// Its database went back, and it has not taken over since.
     pub is_old: bool,
 }
@@ -85,6 +87,7 @@ impl Controller {
             jobs: BTreeMap::new(),
             asks: BTreeMap::new(),
             polled: BTreeSet::new(),
+            heard: BTreeMap::new(),
             is_old: false,
         }
     }
@@ -175,6 +178,7 @@ impl Site {
         }
         of.is_up = true;
         of.life = life;
+        of.heard.clear();
         of.frozen_until = 0;
         of.book = of.db.book(plant);
         of.jobs.clear();
@@ -460,7 +464,12 @@ impl Site {
         let host = self.names[name].clone();
         let of = &mut self.controllers[controller];
         let was_fenced = of.book.is_fenced(&host);
+        let records = heard.records.clone();
         let news = of.book.hear(&host, ticket, heard);
+        for said in &records {
+            let said = (&said.vm, &said.claim, &said.images[..]);
+            self.heard_of_image(controller, &host, said);
+        }
         self.commit(controller, &[]);
         for one in &news {
             self.coverage.news(one);

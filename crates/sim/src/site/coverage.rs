@@ -81,7 +81,7 @@ pub struct SiteCoverage {
     /// VMs that were judged to the end.
     pub judged_vms: u64,
     /// What became of images, in the order in which [`Self`] tells it.
-    pub images: [u64; 7],
+    pub images: [u64; 8],
     pub disks: BTreeMap<DiskCase, u64>,
     /// What guests were told is durable.
     pub flushes: u64,
@@ -276,6 +276,7 @@ impl SiteCoverage {
             "images let go by a person",
             "images refused, since who has them cannot be read",
             "images refused, since who has them cannot be written",
+            "times a controller heard what the holder of an image knows of it",
         ];
         for (n, what) in self.images.into_iter().zip(of_images) {
             line(n, what.into());

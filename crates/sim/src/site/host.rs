@@ -91,6 +91,7 @@ impl Site {
             highest: record.highest,
             claim: claim_of(record),
             may_live,
+            images: self.images_of(at, record),
         };
         records.map(said).collect()
     }
@@ -126,6 +127,8 @@ impl Site {
                 vm,
                 generation,
                 expect,
+                images,
+                told,
             } => {
                 let name = self.vms[vm].clone();
                 if let Some(agent) = self.machines[at].agent.as_mut() {
@@ -134,6 +137,7 @@ impl Site {
                 if !self.keep_table(at) {
                     return self.reply(at, caller, Reply::Refused);
                 }
+                self.told_of_image(at, vm, (images, told));
                 self.act_for(at, vm, Event::Granted { generation, expect }, caller);
             }
             Ask::Do {

@@ -27,9 +27,20 @@ struct Stored {
     durable: u64,
     /// For how many hypervisors it was opened, and for how many hosts.
     openings: u64,
+    /// How often it was taken by its record, also by who did not come to open it.
+    takings: u64,
     record: Option<ImageRecord>,
     /// A person has let it go, and nobody has taken it since.
     is_let_go: bool,
+}
+
+impl Stored {
+    fn take(&mut self, record: ImageRecord) {
+        let before = self.record.as_ref().map(|before| before.taken);
+        self.takings += u64::from(before != Some(record.taken));
+        self.record = Some(record);
+        self.is_let_go = false;
+    }
 }
 
 /// An image, and what an observer knows of it.
@@ -39,8 +50,10 @@ pub(crate) struct Image {
     copy: Option<Stored>,
     /// The last write that a guest was told is durable.
     pub acknowledged: u64,
-    /// How often it had been opened then.
+    /// How often it had been opened then,
     pub openings: u64,
+    /// and taken.
+    takings: u64,
     /// Which of the disks that this VM had, where only one host has it.
     pub life: u64,
     /// Where only one host has it: it went with a machine, or by a person's word.
@@ -88,10 +101,11 @@ impl Site {
             return true;
         }
         self.close_images_without_qemu(vm);
+        let takings = self.images[vm].stored.takings;
         match self.claim_image(at, vm, (generation, anew)) {
             Ok(()) => {
                 self.is_written_by_one(at, vm, generation);
-                self.has_all_writes(at, vm);
+                self.has_all_writes(at, vm, takings);
                 if !anew {
                     self.remembers_all_writes(at, vm);
                 }
@@ -164,9 +178,7 @@ impl Site {
         };
         if self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS) {
             if self.rng.chance(500) {
-                let stored = &mut self.images[vm].stored;
-                stored.record = Some(record);
-                stored.is_let_go = false;
+                self.images[vm].stored.take(record);
             }
             return match self.plant.opens_unwritten_image() {
                 true => Ok(()),
@@ -175,8 +187,7 @@ impl Site {
         }
         let image = &mut self.images[vm];
         // The record is taken before the lock is waited for.
-        image.stored.record = Some(record.clone());
-        image.stored.is_let_go = false;
+        image.stored.take(record.clone());
         if self.locks_reach && image.open.keys().any(|other| *other != at) {
             return Err(Closed::InUse);
         }
@@ -205,16 +216,19 @@ impl Site {
         }
     }
 
-    /// A machine that wrote there last, and knows it, does not go on with an older copy.
-    fn has_all_writes(&mut self, at: MachineId, vm: VmId) {
+    /// A machine that wrote there last, and knows it, does not go on with an older copy, nor does one that was told by who did.
+    fn has_all_writes(&mut self, at: MachineId, vm: VmId, takings: u64) {
         let image = &self.images[vm];
         if image.stored.writes >= image.acknowledged {
             return;
         }
         let knows = self.machines[at].slots[vm].known.is_some();
         // One from before the first opening bears no record: it is taken as it is.
-        let from_before = (1..image.openings).contains(&image.stored.openings);
-        if image.writer == Some(at) && knows && from_before && !self.machines[at].is_old {
+        let from_before =
+            (1..image.openings).contains(&image.stored.openings) && takings < image.takings;
+        let wrote = image.writer == Some(at) && knows;
+        let was_told = self.machines[at].slots[vm].told >= image.openings;
+        if (wrote || was_told) && from_before && !self.machines[at].is_old {
             let what = format!(
                 "{} runs {} on an older copy of its image: write {} of {}",
                 self.label(at),
@@ -224,7 +238,7 @@ impl Site {
             );
             return self.violated(what);
         }
-        // A host that has not had it since cannot know, nor can one whose last hypervisor had it when it was copied.
+        // Nobody could tell this host, or its last hypervisor had it when it was copied.
         self.coverage.images[3] += 1;
         self.images[vm].acknowledged = self.images[vm].stored.writes;
     }
@@ -292,6 +306,7 @@ impl Site {
             image.stored.durable = image.stored.writes;
             image.acknowledged = image.stored.writes;
             image.openings = image.stored.openings;
+            image.takings = image.stored.takings;
             image.writer = (known == newest).then_some(at);
             self.coverage.flushes += 1;
         }

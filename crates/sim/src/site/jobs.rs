@@ -304,6 +304,10 @@ impl Site {
         let verdict = self.controllers[controller]
             .book
             .take_survey(&survey, &answers);
+        for (host, answer) in &answers {
+            let said = (&survey.vm, &answer.claim, &answer.images[..]);
+            self.heard_of_image(controller, host, said);
+        }
         self.note(|_| {
             format!(
                 "controller: survey {}: {answers:?} -> {verdict:?}",
@@ -431,10 +435,13 @@ impl Site {
         self.coverage.grants += 1;
         self.was_named(controller, vm);
         self.guests[vm].deleted = false;
+        let of = &self.controllers[controller];
         let what = Ask::Granted {
             vm,
             generation: grant.generation,
             expect: grant.expect,
+            images: of.book.images(&grant.vm),
+            told: of.heard.get(&vm).copied().unwrap_or_default(),
         };
         self.set_stage(controller, id, Stage::Put { grant });
         self.ask(controller, on, what, Purpose::Job(id));
@@ -477,6 +484,8 @@ impl Site {
     fn delete(&mut self, controller: usize, id: u64, vm: VmId, free: Free) {
         self.guests[vm].exists = false;
         self.guests[vm].is_on = false;
+        // Another VM of this name begins with none.
+        self.controllers[controller].heard.remove(&vm);
         match self.controllers[controller].book.delete(free) {
             Ok(deletion) => {
                 if self.commit(controller, &[Change::Exists(vm, false)]) {

@@ -2,9 +2,11 @@
 //!
 //! Works on the site. What it once held itself is not judged; every other VM is.
 
+use super::images::DISK;
 use super::model::{Exempt, MachineId, Packet, Place, Reply};
 use super::world::Site;
 use godwit_ownership::PeerMessage;
+use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::site::{
     Claim, RecordSaid, SiteAnswer, SiteQuestion, SiteTable, SiteVm, Stamp, Standing,
 };
@@ -78,7 +80,20 @@ impl Site {
             highest: self.any_generation(near),
             claim,
             may_live: self.rng.chance(500),
+            images: self.false_images(near),
         }
+    }
+
+    /// An image that nobody has, taken more often than any.
+    fn false_images(&mut self, near: Generation) -> Vec<KnownImage> {
+        let (generation, is_real) = (self.any_generation(near), self.rng.chance(500));
+        let said = KnownImage {
+            disk: DISK.to_owned(),
+            image: ImageId::new(0),
+            generation,
+            taken: self.rng.below(1 << 49),
+        };
+        is_real.then_some(said).into_iter().collect()
     }
 
     /// A word that no controller has said yet.
@@ -124,6 +139,7 @@ impl Site {
             }
             Reply::Surveyed(mut answer) => {
                 answer.claim = self.false_claim(answer.highest);
+                answer.images = self.false_images(answer.highest);
                 if self.rng.chance(300) {
                     answer.highest = self.any_generation(answer.highest);
                 }

@@ -23,6 +23,7 @@ mod own_files;
 mod people;
 mod process;
 mod run;
+mod told;
 mod world;
 
 pub use coverage::{DiskCase, SiteCoverage};

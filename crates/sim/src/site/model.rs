@@ -94,6 +94,8 @@ pub(crate) struct Slot {
     pub process: Option<Process>,
     /// What the host has written down of the VM's disk on storage that all hosts share.
     pub known: Option<KnownImage>,
+    /// As of how many openings of that it was told what other hosts knew of it, as an observer knows.
+    pub told: u64,
     /// A disk that only this host has.
     pub own: OwnDisk,
 }
@@ -224,6 +226,9 @@ pub(crate) enum Ask {
         vm: VmId,
         generation: Generation,
         expect: Generation,
+        images: Vec<KnownImage>,
+        /// As of how many openings of the image that is, as an observer knows.
+        told: u64,
     },
     /// Start, stop, pause, resume, delete, or take part in a migration.
     Do {

@@ -250,6 +250,9 @@ impl Site {
         else {
             return;
         };
+        let record = self.process(at, vm).map(|process| process.core.record());
+        let record = record.cloned();
+        let images = record.as_ref().map(|record| self.images_of(at, record));
         if let Some(process) = self.process(at, vm) {
             let record = process.core.record();
             let answer = godwit_types::site::SurveyAnswer {
@@ -258,6 +261,7 @@ impl Site {
                 may_live,
                 instance,
                 knows,
+                images: images.unwrap_or_default(),
             };
             if let Some(waits) = process.current.as_mut() {
                 waits.surveyed = Some(answer);

@@ -29,6 +29,7 @@ impl Book {
         entry.held = entry.highest;
         entry.may_hold.clear();
         entry.holder = None;
+        entry.images.clear();
         entry.deleted = true;
         entry.hearsay = false;
         self.touch(&vm);
@@ -45,6 +46,7 @@ impl Book {
         if entry.deleted {
             entry.deleted = before.deleted;
             entry.holder = before.holder;
+            entry.images = before.images;
             entry.held = before.held;
             entry.hearsay = before.hearsay;
         }

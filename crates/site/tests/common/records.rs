@@ -14,5 +14,6 @@ pub fn holds(vm: VmName, generation: u64) -> RecordSaid {
             on: true,
         },
         may_live: true,
+        images: Vec::new(),
     }
 }

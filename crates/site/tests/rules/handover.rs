@@ -192,6 +192,7 @@ fn a_vm_leaves_from_where_it_arrived_by_a_handover_that_a_restored_database_forg
         highest,
         claim,
         may_live: false,
+        images: Vec::new(),
     };
     let holds = Claim::Holds {
         generation: arrived,
@@ -220,6 +221,7 @@ fn a_copy_that_a_person_kept_can_be_moved() {
             on: true,
         },
         may_live: true,
+        images: Vec::new(),
     };
     hear(&mut book, "b", vec![kept]);
     // The other copy was ended, and its host has nothing of the VM left.

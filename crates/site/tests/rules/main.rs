@@ -52,6 +52,7 @@ fn said(name: &str, highest: u64, claim: Claim) -> RecordSaid {
         highest: Generation(highest),
         claim,
         may_live: true,
+        images: Vec::new(),
     }
 }
 
@@ -107,6 +108,7 @@ fn surveyed(of: &str, highest: Generation, claim: Claim) -> SurveyAnswer {
             stamp: newest(),
             complete: newest(),
         },
+        images: Vec::new(),
     }
 }
 

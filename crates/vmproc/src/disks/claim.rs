@@ -188,9 +188,14 @@ impl Served {
         };
         let is_there =
             (&record.vm, &record.disk, &record.holder) == (&self.config.vm, &spec.name, host);
-        match is_there {
-            true => Ok(Some(record.known())),
-            false => Err(refused(&format!(
+        let known = self.known_of(&self.what(), &spec.name);
+        match known.map_or(Ok(()), |known| record.must_be_no_older(&known)) {
+            _ if is_there && planted("image-not-judged") => Ok(Some(record.known())),
+            Err(why) if is_there => Err(refused(&format!(
+                "host '{host}' has its image on shared storage, and {path} here is not that one: {why}; mount the same storage there on both hosts"
+            ))),
+            Ok(()) if is_there => Ok(Some(record.known())),
+            _ => Err(refused(&format!(
                 "host '{host}' has its image on shared storage, and {path} here does not say so ('godwit image show {path}'): mount the same storage there on both hosts, or leave out 'shared = true' for the disk"
             ))),
         }

@@ -172,7 +172,36 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         .known
         .retain(|known| disks.iter().any(|disk| disk.name == known.disk));
     earlier.unread.retain(is_disk);
+    take_newest(&mut earlier.known, said_by_controller(paths), disks);
     earlier
+}
+
+/// What holders before this host knew of the VM's images.
+fn said_by_controller(paths: &Paths) -> Vec<KnownImage> {
+    let said: Option<Vec<KnownImage>> = load_json(&paths.images()).unwrap_or_else(|error| {
+        tracing::error!(%error, "what other hosts knew of the VM's images is not known");
+        None
+    });
+    said.unwrap_or_default()
+}
+
+/// Of images on shared storage; of others only the host knows that has them.
+pub(super) fn take_newest(
+    known: &mut Vec<KnownImage>,
+    said: impl IntoIterator<Item = KnownImage>,
+    disks: &[DiskSpec],
+) {
+    for said in said {
+        let mut disks = disks.iter();
+        let is_of_it = disks.any(|disk| disk.name == said.disk && disk.changes_hands());
+        let before = known.iter().position(|known| known.disk == said.disk);
+        match before.and_then(|before| known.get_mut(before)) {
+            _ if !is_of_it => {}
+            Some(before) if said.is_newer_than(before) => *before = said,
+            Some(_) => {}
+            None => known.push(said),
+        }
+    }
 }
 
 /// What is written of a VM with something left of moves.

@@ -424,3 +424,32 @@ fn a_block_device_that_went_along_with_its_vm_is_forgotten_there_or_not() {
         assert_eq!(Path::new(&dead.path("old")).exists(), !files.is_empty());
     }
 }
+
+#[test]
+fn what_other_hosts_knew_of_a_shared_image_counts_where_it_is_newer() {
+    let known = |generation: u64, taken: u64| KnownImage {
+        disk: "root".into(),
+        image: godwit_types::image::ImageId::new(1),
+        generation: godwit_types::Generation(generation),
+        taken,
+    };
+    let mut dead = Dead::with(&["old"], |_, what| what.known = vec![known(3, 4)]);
+    let of = |dead: &Dead| of_earlier(&dead.paths, &dead.spec.disks).known;
+    let says =
+        |dead: &Dead, said: KnownImage| save_json(&dead.paths.images(), &vec![said]).unwrap();
+    says(&dead, known(5, 6));
+    assert_eq!(of(&dead), [known(3, 4)], "its image is this host's alone");
+    dead.spec.disks[0].shared = true;
+    assert_eq!(of(&dead), [known(5, 6)]);
+    says(&dead, known(3, 2));
+    assert_eq!(of(&dead), [known(3, 4)]);
+    std::fs::remove_file(dead.paths.disks()).unwrap();
+    assert_eq!(of(&dead), [known(3, 2)]);
+    // Of a disk that it does not have.
+    let other = KnownImage {
+        disk: "data".into(),
+        ..known(9, 9)
+    };
+    says(&dead, other);
+    assert_eq!(of(&dead), []);
+}

@@ -126,6 +126,7 @@ impl Script {
             claim: self.claim(&vm),
             may_live: true,
             vm,
+            images: Vec::new(),
         });
         let mut records: Vec<RecordSaid> = records.collect();
         let unread: std::collections::BTreeSet<VmName> = self.unread.keys().cloned().collect();
@@ -353,6 +354,7 @@ pub fn known(spec: VmSpec, state: VmState, generation: Generation, claim: Claim)
         qemu_pid: None,
         note: None,
         disks: Vec::new(),
+        images: Vec::new(),
     }
 }
 

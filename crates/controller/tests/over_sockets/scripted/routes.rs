@@ -151,6 +151,7 @@ async fn survey(
         claim,
         instance,
         knows,
+        images: Vec::new(),
     }))
 }
 

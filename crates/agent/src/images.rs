@@ -1,0 +1,146 @@
+//! What this host knows of the images on shared storage of the VMs that it holds, as a controller hears it.
+//!
+//! Part of [`Records`]. The VM process writes it with what else it knows of its disks, once it is durable at the image; here it is
+//! only read. A file that cannot be read says nothing: its VM process tells why.
+
+use crate::records::{Records, stored};
+use godwit_store::load_json;
+use godwit_types::host_api::DISKS_FILE;
+use godwit_types::image::KnownImage;
+use godwit_types::{ApiError, VmName};
+use serde::Deserialize;
+
+/// As much of that file as is needed.
+#[derive(Deserialize)]
+struct Written {
+    disks: Vec<Disk>,
+    #[serde(default)]
+    known: Vec<KnownImage>,
+}
+
+#[derive(Deserialize)]
+struct Disk {
+    name: String,
+    #[serde(default)]
+    read_only: bool,
+    #[serde(default)]
+    shared: bool,
+}
+
+impl Written {
+    fn of_shared(self) -> Vec<KnownImage> {
+        let Self { disks, known } = self;
+        let is_shared = |known: &KnownImage| {
+            let disk = disks.iter().find(|disk| disk.name == known.disk);
+            disk.is_some_and(|disk| disk.shared && !disk.read_only)
+        };
+        known.into_iter().filter(is_shared).collect()
+    }
+}
+
+impl Records {
+    /// What is known of a VM's images on shared storage; nothing of a VM that this host does not hold.
+    pub(crate) fn images(&self, vm: &VmName) -> Vec<KnownImage> {
+        let holds = self
+            .record(vm)
+            .is_some_and(|record| record.may_run().is_some());
+        if !holds {
+            return Vec::new();
+        }
+        let path = self.dir(vm).join(DISKS_FILE);
+        let read = self.seen.images.read(&path, || {
+            let written: Option<Written> = load_json(&path).map_err(stored)?;
+            Ok::<_, ApiError>(written.map(Written::of_shared))
+        });
+        read.unwrap_or_else(|error| {
+            tracing::warn!(%vm, %error, "what is known of its images is not told");
+            None
+        })
+        .unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::records::Records;
+    use godwit_store::save_json;
+    use godwit_types::host_api::{DISKS_FILE, IMAGES_FILE, PutVm};
+    use godwit_types::image::{ImageId, KnownImage};
+    use godwit_types::vm::VmSpec;
+    use godwit_types::{Generation, HostName, VmName};
+    use serde_json::json;
+
+    fn known(disk: &str) -> KnownImage {
+        KnownImage {
+            disk: disk.into(),
+            image: ImageId::new(7),
+            generation: Generation(2),
+            taken: 3,
+        }
+    }
+
+    fn put(generation: u64, images: Vec<KnownImage>) -> PutVm {
+        PutVm {
+            spec: VmSpec::placeholder(&VmName::new("web").unwrap()),
+            generation: Generation(generation),
+            expect: Some(Generation(generation - 1)),
+            images,
+        }
+    }
+
+    fn records(dir: &tempfile::TempDir) -> (Records, VmName) {
+        std::fs::create_dir(dir.path().join("vms")).unwrap();
+        let records = Records::new(dir.path(), HostName::new("a").unwrap());
+        (records, VmName::new("web").unwrap())
+    }
+
+    #[test]
+    fn a_host_tells_of_the_shared_images_of_vms_that_it_holds() {
+        let dir = tempfile::tempdir().unwrap();
+        let (records, web) = records(&dir);
+        records.survey(&web, Generation(1)).unwrap();
+        records.put(&put(2, Vec::new())).unwrap();
+        assert_eq!(records.images(&web), []);
+        let disk = |name: &str, shared: bool, read_only: bool| json!({"name": name, "path": "/x", "shared": shared, "read_only": read_only});
+        let written = json!({
+            "launch": 1, "what": "a later version may add",
+            "disks": [disk("root", true, false), disk("own", false, false), disk("cd", true, true)],
+            "known": [known("root"), known("own"), known("cd"), known("gone")],
+        });
+        let path = records.dir(&web).join(DISKS_FILE);
+        save_json(&path, &written).unwrap();
+        assert_eq!(records.images(&web), [known("root")]);
+        // What cannot be read says nothing, and does not keep the rest from being told.
+        std::fs::write(&path, "{").unwrap();
+        assert_eq!(records.images(&web), []);
+        save_json(&path, &written).unwrap();
+        records.delete(&web, Some(Generation(2))).unwrap();
+        save_json(&path, &written).unwrap();
+        assert_eq!(records.images(&web), [], "it is not held here");
+    }
+
+    #[test]
+    fn what_holders_before_knew_is_kept_for_the_vm_process_until_the_vm_leaves() {
+        let dir = tempfile::tempdir().unwrap();
+        let (records, web) = records(&dir);
+        let path = records.dir(&web).join(IMAGES_FILE);
+        let said = || godwit_store::load_json::<Vec<KnownImage>>(&path).unwrap();
+        records.survey(&web, Generation(1)).unwrap();
+        records.put(&put(2, vec![known("root")])).unwrap();
+        assert_eq!(said(), Some(vec![known("root")]));
+        // A new description alone, by a controller that does not know this.
+        let described = PutVm {
+            expect: None,
+            ..put(2, Vec::new())
+        };
+        records.put(&described).unwrap();
+        assert_eq!(said(), Some(vec![known("root")]));
+        records.delete(&web, Some(Generation(2))).unwrap();
+        assert_eq!(said(), None);
+        // Another VM of that name, to which nothing of this one applies.
+        save_json(&path, &vec![known("root")]).unwrap();
+        records.survey(&web, Generation(8)).unwrap();
+        records.put(&put(9, Vec::new())).unwrap();
+        assert_eq!(said(), None);
+    }
+}

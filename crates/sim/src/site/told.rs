@@ -1,0 +1,67 @@
+//! What holders say of their VMs' images on shared storage, through the controller, to the next holder; and who was told, as an observer
+//! knows it.
+//!
+//! Works on the site. Whether an older copy may be opened is judged ([`Site::open_image`]) by who was told, not by what came of it.
+
+use super::model::{MachineId, VmId};
+use super::world::Site;
+use godwit_ownership::HostRecord;
+use godwit_types::image::KnownImage;
+use godwit_types::site::{Claim, Standing};
+use godwit_types::{HostName, VmName};
+
+impl Site {
+    /// What a host says of the image of a VM that it holds by this record.
+    pub(crate) fn images_of(&self, at: MachineId, record: &HostRecord) -> Vec<KnownImage> {
+        let vm = self.vm_of(&record.vm).filter(|vm| self.has_image(*vm));
+        let slot = vm.map(|vm| &self.machines[at].slots[vm]);
+        let known = slot.and_then(|slot| slot.known.clone());
+        let known = known.filter(|_| record.may_run().is_some());
+        known.into_iter().collect()
+    }
+
+    /// A controller has heard this of a host: whether it is the newest word of the image, and from its holder.
+    pub(crate) fn heard_of_image(
+        &mut self,
+        controller: usize,
+        host: &HostName,
+        (vm, claim, images): (&VmName, &Claim, &[KnownImage]),
+    ) {
+        let Some(vm) = self.vm_of(vm) else { return };
+        let image = &self.images[vm];
+        let of = &mut self.controllers[controller];
+        let entry = of.book.entry(&self.vms[vm]);
+        let is_holder = entry.is_some_and(|entry| {
+            entry.holder.as_ref() == Some(host) && claim.held() == Some(entry.held)
+        });
+        let writer = image.writer.map(|at| &self.machines[at]);
+        let is_newest = writer.is_some_and(|machine| {
+            let known = machine.slots[vm].known.as_ref();
+            self.names[machine.name] == *host && known.is_some() && known == images.first()
+        });
+        if is_holder && is_newest && of.book.standing(host) == Standing::Known {
+            of.heard.insert(vm, image.openings);
+            self.coverage.images[7] += 1;
+        }
+    }
+
+    /// A host was granted a VM, and told this of its image.
+    pub(crate) fn told_of_image(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (images, told): (Vec<KnownImage>, u64),
+    ) {
+        let slot = &mut self.machines[at].slots[vm];
+        slot.told = slot.told.max(told);
+        for said in images {
+            let is_news = slot
+                .known
+                .as_ref()
+                .is_none_or(|known| said.is_newer_than(known));
+            if is_news {
+                slot.known = Some(said);
+            }
+        }
+    }
+}
