@@ -223,6 +223,13 @@ impl Disks {
         Ok(lives)
     }
 
+    /// Whether they take no requests just now.
+    pub(crate) fn do_rest(&self) -> bool {
+        let disks = lock(&self.0.disks);
+        let mut served = disks.iter().flatten();
+        served.any(|disk| disk.glance().is_ok_and(|status| status.held))
+    }
+
     /// Whether a stopped QEMU has all its queues back over the connections that it had before, and nothing is under way: then
     /// its devices can be saved. What is only noted as under way would stay here.
     pub(crate) fn are_at_rest(&self, lives: &[Option<u16>]) -> Result<(), String> {

@@ -133,9 +133,11 @@ fn disks_are_not_at_rest_while_a_write_that_waits_for_room_is_unanswered() {
     });
 }
 
-/// Asked to stop a guest whose storage hangs, QEMU would answer nobody until it does not.
-#[test]
-fn qemu_is_not_asked_to_stop_a_guest_whose_disk_does_not_come_to_rest() {
+/// Asked to stop or reset a guest whose storage hangs, QEMU would answer nobody until it does not.
+fn is_not_asked_while_a_disk_does_not_come_to_rest(
+    command: &str,
+    ask: impl Fn(&Hyper) -> Result<(), ApiError> + Sync,
+) {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     apart(|mounts| {
         let storage = Volume::mount_direct(mounts.as_fd(), directory.path()).unwrap();
@@ -148,12 +150,38 @@ fn qemu_is_not_asked_to_stop_a_guest_whose_disk_does_not_come_to_rest() {
         ring.put(0, Kind::Write, 0, 4096);
         front_end.kick().unwrap();
         storage.wait_held(1, LONG).unwrap();
-        hyper.stop(true).unwrap_err();
-        assert_eq!(qemu.asked("stop"), 0);
+        let refused = ask(&hyper).unwrap_err().message;
+        assert!(refused.contains("disk 'root'"), "{refused}");
+        assert_eq!(qemu.asked(command), 0);
         storage.change(|settings| settings.hangs = false);
         // The guest runs on, with its disk.
         served.until(|status| status.unanswered == 0 && !status.held);
     });
+}
+
+#[test]
+fn qemu_is_not_asked_to_stop_a_guest_whose_disk_does_not_come_to_rest() {
+    is_not_asked_while_a_disk_does_not_come_to_rest("stop", |hyper| hyper.stop(true).map(drop));
+}
+
+#[test]
+fn qemu_is_not_asked_to_reset_a_guest_whose_disk_does_not_come_to_rest() {
+    is_not_asked_while_a_disk_does_not_come_to_rest("system_reset", Hyper::reset);
+}
+
+#[test]
+fn a_guest_that_is_reset_has_its_disk_back_if_it_had_it_before() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let served = Served::with(directory.path());
+    let (qemu, hyper) = served.of_a_qemu();
+    let _front_end = served.connect();
+    hyper.reset().unwrap();
+    served.until(|status| !status.held);
+    // One that stands still takes nothing.
+    served.disks.rest().unwrap();
+    hyper.reset().unwrap();
+    assert!(served.disks.do_rest());
+    assert_eq!(qemu.asked("system_reset"), 2);
 }
 
 #[test]

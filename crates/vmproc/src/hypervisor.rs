@@ -232,6 +232,20 @@ impl Hyper {
         Ok(stopped)
     }
 
+    /// Resets the guest while its disks rest: QEMU asks for their queues, and answers nobody before it has them. Disks that rested
+    /// before, since the guest stands still, rest on.
+    pub(crate) fn reset(&self) -> Result<(), ApiError> {
+        let rested = self.disks.do_rest();
+        let reset = self.disks.rest().and_then(|_| {
+            let reset = self.machine.system_reset(Instant::now() + QMP_WAIT);
+            reset.map_err(|error| error.to_string())
+        });
+        if !rested {
+            self.disks.go();
+        }
+        reset.map_err(|error| ApiError::new(ErrorCode::Hypervisor, error))
+    }
+
     /// Serves again what was not. Returns whether QEMU has forgotten a disk of the guest that runs, as version 7.2 does where
     /// the guest was let run while the disk was away: it starts it only when the guest is let run once more.
     pub(crate) fn has_forgotten_a_disk(&self) -> bool {

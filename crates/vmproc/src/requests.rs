@@ -212,10 +212,7 @@ impl Vm {
 
     fn reset(&mut self) -> Reply {
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
-        hyper
-            .machine
-            .system_reset(Instant::now() + QMP_WAIT)
-            .map_err(qmp)?;
+        hyper.reset()?;
         self.forget_asked_off();
         match self.moves_away() {
             Some(id) => self.done(&format!("is reset; migration '{id}' goes on")),
