@@ -214,6 +214,8 @@ pub(crate) struct HostBook {
     pub heard: Option<u64>,
     /// When its newest acknowledgement of a word was known here.
     pub knew_at: u64,
+    /// The word as of which it is known which machine it is, where that is later than this database.
+    pub machine_at: Stamp,
     pub standing: Standing,
     pub knows: SiteHeard,
     pub said: BTreeMap<VmName, Said>,
@@ -328,6 +330,7 @@ impl Book {
             answers: false,
             heard: None,
             knew_at: 0,
+            machine_at: Stamp::default(),
             standing: Standing::Known,
             knows: SiteHeard::default(),
             said: BTreeMap::new(),

@@ -186,6 +186,14 @@ impl Book {
         // To note a life takes a word: a host that is still to be heard may know one that this database lacks, which would be
         // overtaken. The next answer says the same.
         if standing == Standing::Known && book.row.instance != *instance && !is_starting {
+            let known = &book.row.instance.machine_id;
+            if !known.is_empty() && *known != instance.machine_id {
+                // A person's word is later than what any table has.
+                book.machine_at = Stamp {
+                    epoch: u64::MAX,
+                    number: u64::MAX,
+                };
+            }
             book.row.instance = instance.clone();
             book.site.counter = instance.counter;
             book.site.machine_id.clone_from(&instance.machine_id);
@@ -373,6 +381,8 @@ impl Book {
         if let Some(generation) = record.claim.held()
             && is_itself
             && (generation, Some(host)) == (entry.held, entry.holder.as_ref())
+            // Who is its holder by hearsay alone may have made that up.
+            && entry.was_granted(host, generation)
         {
             entry.hear_images(&record.images, generation);
         }

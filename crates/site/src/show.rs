@@ -3,7 +3,7 @@
 //! Part of [`Book`]. Refuses: to call a VM stopped while a host that may hold it is silent, is still receiving it, or has
 //! not been asked since it was named.
 
-use crate::book::Book;
+use crate::book::{Book, Ran};
 use crate::plant::Plant;
 use godwit_types::site::{Claim, Standing};
 use godwit_types::{Generation, HostName, VmName};
@@ -106,6 +106,25 @@ impl Book {
         let on = words.filter(|(host, _)| self.answers(host) || !self.is_fenced(host));
         let holders = on.filter_map(|(host, said)| Some((host, said.claim.held()?)));
         holders.max_by_key(|(host, generation)| (*generation, self.answers(host)))
+    }
+
+    /// Where the guest of a VM may have run last; nowhere where the VM was deleted. By people's words alone a holder goes past a
+    /// permission of which nothing came: a claim that is too late to be believed still tells where the newest disk is.
+    pub fn ran(&self, vm: &VmName) -> Ran {
+        let Some(entry) = self.vms.get(vm).filter(|entry| !entry.deleted) else {
+            return Ran::default();
+        };
+        let words = self.words_of(vm);
+        let known = words.filter(|(host, _)| self.standing(host) == Standing::Known);
+        let claims = known.filter_map(|(host, said)| Some((host, said.claim.held()?)));
+        let later = claims.filter(|(_, generation)| *generation > entry.held);
+        match later.max_by_key(|(_, generation)| *generation) {
+            Some((host, held)) => Ran {
+                holder: Some(host.clone()),
+                held,
+            },
+            None => entry.ran(),
+        }
     }
 
     /// Hosts that may hold a VM, do not answer, and were not fenced.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{enrolled, host};
-use godwit_site::{Book, Free, Heard, HostRow, Surveyed, Whereabouts};
+use godwit_site::{Book, Free, Heard, HostRow, Row, Surveyed, Whereabouts};
 use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, Stamp, SurveyAnswer};
 use godwit_types::{Generation, VmName};
 
@@ -88,10 +88,49 @@ fn a_removal_that_was_not_written_leaves_the_holder_known() {
     book.lose(&host("a"));
     let removal = book.remove(&host("a"), true).unwrap();
     assert_eq!(book.entry(&web()).unwrap().holder, None);
+    let _ = book.take_unwritten();
     book.not_removed(removal);
     let after = book.entry(&web()).unwrap();
     assert_eq!(after.holder, Some(host("a")));
     assert!(after.may_hold.contains_key(&host("a")));
+    // The database may have lost its row all the same.
+    let batch = book.take_unwritten();
+    let mut rows = batch.rows().iter();
+    assert!(rows.any(|row| matches!(row, Row::Host(of, _) if *of == host("a"))));
+}
+
+#[test]
+fn a_guest_ran_last_where_people_s_words_let_it_run_on_past_a_permission_of_which_nothing_came() {
+    let mut book = web_on_a();
+    let claims = |book: &mut Book, of: &str, generation: u64| {
+        let (on, stamp) = (false, book.stamp());
+        let generation = Generation(generation);
+        hear(book, of, stamp, Claim::Holds { generation, on });
+    };
+    // Given to b, which a person let run on under this one's next generation; then b was permitted to give it to c.
+    let move_to = |book: &mut Book, from: &str, to: &str| {
+        let permitted = book.permit_migration(&web(), &host(from), &host(to));
+        permitted.unwrap().generation.0
+    };
+    let given = move_to(&mut book, "a", "b");
+    let stamp = book.stamp();
+    hear(&mut book, "a", stamp, Claim::No);
+    claims(&mut book, "b", given + 1);
+    let unused = move_to(&mut book, "b", "c");
+    assert_eq!(book.ran(&web()).holder, Some(host("b")));
+    // And a person let it run on at a, which outranks b by far.
+    let stamp = book.stamp();
+    hear(&mut book, "b", stamp, Claim::No);
+    claims(&mut book, "a", unused + (1 << 20));
+    assert_eq!(
+        book.entry(&web()).unwrap().holder,
+        Some(host("b")),
+        "no grant names it"
+    );
+    assert_eq!(book.ran(&web()).holder, Some(host("a")));
+    let free = free(&mut book, &[]);
+    drop(book.delete(free).unwrap());
+    assert_eq!(book.ran(&web()).holder, None);
 }
 
 #[test]

@@ -171,10 +171,7 @@ fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName>
 
 /// Where the disks of a VM were written last, as the book knows it.
 fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
-    let Some(entry) = book.entry(name).filter(|entry| !entry.deleted) else {
-        return WrittenOn::Nowhere;
-    };
-    let ran = entry.ran();
+    let ran = book.ran(name);
     match ran.holder {
         Some(host) if book.is_enrolled(&host) => WrittenOn::Host(host),
         None if ran.held == Generation(0) => WrittenOn::Nowhere,

@@ -2,6 +2,7 @@
 //!
 //! Uses nothing of the code under test but what it shows to people and what is on the disks.
 
+use super::controller::Controller;
 use super::model::{Exempt, Ground, Happening, MachineId, VmId};
 use super::world::Site;
 use godwit_ownership::HostRecord;
@@ -12,6 +13,8 @@ impl Site {
     /// A guest begins to run at a machine.
     pub(crate) fn began_to_run(&mut self, at: MachineId, vm: VmId) {
         self.mix(0xb007 + (at * 64 + vm) as u64);
+        self.guests[vm].ran_last = Some(at);
+        self.guests[vm].ran_last_is_gone = false;
         if self.guests[vm].deleted && !self.is_exempt(vm) {
             self.two_or_ghost(at, at, vm, "runs after it was deleted");
         }
@@ -82,10 +85,18 @@ impl Site {
         let mut controllers = self.controllers.iter();
         let database = controllers.any(|controller| {
             let entry = controller.db.entries.get(&self.vms[vm]);
-            // One that was stopped for good tells nobody.
-            !controller.stays_off && entry.is_some_and(|entry| entry.deleted)
+            // One that was stopped for good tells nobody, and of two copies the later one does not hear of it.
+            let tells = !controller.stays_off && !self.is_outdone(controller);
+            tells && entry.is_some_and(|entry| entry.deleted)
         });
         !database && !tables.any(|table| knows(table.vms.get(&self.vms[vm])))
+    }
+
+    /// Whether another controller that works on a copy of the database has a later epoch: no host hears this one.
+    fn is_outdone(&self, controller: &Controller) -> bool {
+        let epoch = |controller: &Controller| controller.db.stamp.epoch;
+        let mut others = self.controllers.iter();
+        others.any(|other| epoch(other) > epoch(controller))
     }
 
     /// Once a second: alarms that are due, and VMs that nobody holds any more.
@@ -112,20 +123,25 @@ impl Site {
             let guest = &self.guests[vm];
             let is_busy = self.controllers.iter().any(|c| c.is_busy(vm));
             let judged = guest.is_on && !guest.is_changing && !guest.may_be_lost && !is_busy;
-            let is_held = || self.is_on_record(vm) || self.is_claimed_by_a_liar(vm);
-            if judged && !self.is_exempt(vm) && !is_held() {
+            if !judged || self.is_exempt(vm) || self.is_on_record(vm) {
+                continue;
+            }
+            if self.is_claimed_by_a_liar(vm) {
+                // Also once the liar is gone, and the move with it.
+                self.guests[vm].is_on = false;
+            } else {
                 let what = format!("nobody holds {} any more, which was started", self.vms[vm]);
                 self.violated(what);
             }
         }
     }
 
-    /// Whether a host that lies takes part in a move of the VM: where it says that it took it, the source's record gives
+    /// Whether a host that lies, or did, takes part in a move of the VM: where it says that it took it, the source's record gives
     /// way. A person starts the VM anew then.
     fn is_claimed_by_a_liar(&self, vm: VmId) -> bool {
         let lies = |host: &HostName| {
             let at = self.id_of(host).map(|name| self.address[name]);
-            at.is_some_and(|at| self.machines[at].lies)
+            at.is_some_and(|at| self.machines[at].lies || self.machines[at].has_lied)
         };
         self.controllers.iter().any(|controller| {
             let entry = controller.db.entries.get(&self.vms[vm]);

@@ -74,7 +74,9 @@ impl Site {
     /// nobody has any more, is no fault of the product's.
     pub(crate) fn losing(&mut self, at: MachineId, happens: impl FnOnce(&mut Self)) {
         let vms = (0..self.vms.len()).filter(|vm| self.goes_along(*vm) && self.has_newest(at, *vm));
-        let had = vms.map(|vm| (vm, self.may_run(at, vm).is_some()));
+        let is_theirs =
+            |vm: VmId| self.may_run(at, vm).is_some() || self.images[vm].brought_to == Some(at);
+        let had = vms.map(|vm| (vm, is_theirs(vm)));
         let had: Vec<(VmId, bool)> = had.collect();
         happens(self);
         for (vm, held) in had {
@@ -85,16 +87,18 @@ impl Site {
     }
 
     /// A guest is about to run on the image that its host has.
-    pub(crate) fn has_all_flushes(&mut self, at: MachineId, vm: VmId) {
+    pub(crate) fn has_all_flushes(&mut self, at: MachineId, vm: VmId, bore_record: bool) {
         let Some(found) = self.content_to_send(at, vm) else {
             return;
         };
+        self.images[vm].brought_to = None;
         if self.is_newest(vm, found) {
             self.images[vm].is_lost = false;
             return;
         }
         let resolved = self.guests[vm].may_go_back_at == Some(at);
-        let knew = self.knew_of_newer(at, vm, found);
+        // One that bears no record is taken as it is.
+        let knew = bore_record && self.knew_of_newer(at, vm, found);
         let excused = resolved || self.images[vm].is_lost && !knew || self.is_exempt(vm);
         if !excused {
             if let Some(why) = self.exemption(at, vm) {
@@ -230,6 +234,7 @@ impl Site {
         self.put_image(at, vm, content, is_here);
         self.images[vm].is_lost |= !self.is_newest(vm, content);
         self.images[vm].writer = None;
+        self.images[vm].brought_to = Some(at);
     }
 
     /// A file that bears no record.
@@ -305,6 +310,7 @@ impl Site {
     }
 
     pub(crate) fn back_up_own(&mut self, vm: VmId) {
+        self.note(|w| format!("copies of the images of {} are kept", w.vms[vm]));
         for machine in &mut self.machines {
             let own = &mut machine.slots[vm].own;
             own.copy.clone_from(&own.files.image);
@@ -338,6 +344,7 @@ impl Site {
             };
         });
         self.forgets_what_it_wrote(at);
+        self.is_gone(at);
         true
     }
 
@@ -357,6 +364,12 @@ impl Site {
         }
         let host = self.host_for_start(controller, vm, on);
         if host.is_none() {
+            self.note(|w| {
+                let book = &w.controllers[controller].book;
+                let name = &w.vms[vm];
+                let (entry, at) = (book.entry(name), book.whereabouts(name));
+                format!("controller: no start of {name} elsewhere: {at:?}, {entry:?}")
+            });
             self.disk_case(DiskCase::ElsewhereRefused);
         }
         host.map(|host| Kind::Start { on: Some(host) })
@@ -376,8 +389,7 @@ impl Site {
             Whereabouts::Held { host, .. } => self.id_of(&host),
             _ => None,
         };
-        let entry = book.entry(name).filter(|entry| !entry.deleted);
-        let ran = entry.map(|entry| entry.ran()).unwrap_or_default();
+        let ran = book.ran(name);
         let wanted = named.or(held);
         match ran.holder {
             Some(host) if book.is_enrolled(&host) => {
@@ -413,6 +425,13 @@ impl Site {
         Some(name)
     }
 
+    /// What joins anew under its name is another host, which says truly that it never had any VM.
+    fn is_gone(&mut self, at: MachineId) {
+        for guest in &mut self.guests {
+            guest.ran_last_is_gone |= guest.ran_last == Some(at);
+        }
+    }
+
     /// Its state is empty: it cannot know an older copy of an image.
     fn forgets_what_it_wrote(&mut self, at: MachineId) {
         for image in &mut self.images {
@@ -434,5 +453,6 @@ impl Site {
             w.put_files_back(at, files);
         });
         self.forgets_what_it_wrote(at);
+        self.is_gone(at);
     }
 }

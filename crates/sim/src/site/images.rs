@@ -9,7 +9,7 @@ use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
 use super::world::Site;
-use godwit_ownership::{Event, ImageClaim, ImageRecord};
+use godwit_ownership::{Event, ImageClaim, ImageRecord, ImageRefusal};
 use godwit_types::image::ImageId;
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::collections::BTreeMap;
@@ -27,20 +27,9 @@ struct Stored {
     durable: u64,
     /// For how many hypervisors it was opened, and for how many hosts.
     openings: u64,
-    /// How often it was taken by its record, also by who did not come to open it.
-    takings: u64,
     record: Option<ImageRecord>,
     /// A person has let it go, and nobody has taken it since.
     is_let_go: bool,
-}
-
-impl Stored {
-    fn take(&mut self, record: ImageRecord) {
-        let before = self.record.as_ref().map(|before| before.taken);
-        self.takings += u64::from(before != Some(record.taken));
-        self.record = Some(record);
-        self.is_let_go = false;
-    }
 }
 
 /// An image, and what an observer knows of it.
@@ -50,20 +39,24 @@ pub(crate) struct Image {
     copy: Option<Stored>,
     /// The last write that a guest was told is durable.
     pub acknowledged: u64,
-    /// How often it had been opened then,
+    /// How often it had been opened then.
     pub openings: u64,
-    /// and taken.
-    takings: u64,
     /// Which of the disks that this VM had, where only one host has it.
     pub life: u64,
     /// Where only one host has it: it went with a machine, or by a person's word.
     pub is_lost: bool,
+    /// A copy of it was put back, and was not opened yet.
+    is_put_back: bool,
+    /// And a person has put it at this host, where nobody has opened it yet.
+    pub brought_to: Option<MachineId>,
     /// Whose QEMU has it open, and under which generation.
     open: BTreeMap<MachineId, Generation>,
     /// The machine that wrote there last, while it knows that it did.
     pub writer: Option<MachineId>,
     /// The machine that opened it last.
     opener: Option<MachineId>,
+    /// The machine that took it last, which it says, whether or not it was opened.
+    taker: Option<MachineId>,
     /// The last write that the memory of the guest in a machine's QEMU knows of.
     pub remembered: BTreeMap<MachineId, u64>,
 }
@@ -101,19 +94,18 @@ impl Site {
             return true;
         }
         self.close_images_without_qemu(vm);
-        let takings = self.images[vm].stored.takings;
         match self.claim_image(at, vm, (generation, anew)) {
             Ok(()) => {
                 self.is_written_by_one(at, vm, generation);
-                self.has_all_writes(at, vm, takings);
+                self.has_all_writes(at, vm);
                 if !anew {
                     self.remembers_all_writes(at, vm);
                 }
                 let image = &mut self.images[vm];
                 image.open.insert(at, generation);
-                if image.opener.replace(at) != Some(at) || anew {
-                    image.stored.openings += 1;
-                }
+                image.opener = Some(at);
+                image.is_put_back = false;
+                self.counts_opening(at, vm, anew);
                 self.works(at, vm);
                 true
             }
@@ -174,21 +166,34 @@ impl Site {
         let record = match judged {
             Ok(record) => record,
             Err(_) if self.plant.opens_any_image() => return Ok(()),
-            Err(_) => return Err(Closed::Judged),
+            Err(why) => {
+                self.is_refused_rightly(at, vm, &why);
+                return Err(Closed::Judged);
+            }
         };
         if self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS) {
-            if self.rng.chance(500) {
-                self.images[vm].stored.take(record);
+            let is_written = self.rng.chance(500);
+            if is_written {
+                let stored = &mut self.images[vm].stored;
+                stored.record = Some(record);
+                stored.is_let_go = false;
             }
             return match self.plant.opens_unwritten_image() {
                 true => Ok(()),
-                false => Err(Closed::Unwritten),
+                false => {
+                    if is_written {
+                        self.counts_opening(at, vm, anew);
+                    }
+                    Err(Closed::Unwritten)
+                }
             };
         }
         let image = &mut self.images[vm];
         // The record is taken before the lock is waited for.
-        image.stored.take(record.clone());
+        image.stored.record = Some(record.clone());
+        image.stored.is_let_go = false;
         if self.locks_reach && image.open.keys().any(|other| *other != at) {
+            self.counts_opening(at, vm, anew);
             return Err(Closed::InUse);
         }
         // The guest runs before it is written what is known.
@@ -197,6 +202,28 @@ impl Site {
         }
         self.coverage.images[0] += 1;
         Ok(())
+    }
+
+    /// No host calls an image an older one that nobody put back, but where somebody told lies.
+    fn is_refused_rightly(&mut self, at: MachineId, vm: VmId, why: &ImageRefusal) {
+        let is_older = matches!(
+            why,
+            ImageRefusal::Older { .. } | ImageRefusal::Former { .. }
+        );
+        if is_older && !self.images[vm].is_put_back && !self.has_liar {
+            let (host, name) = (self.label(at), &self.vms[vm]);
+            self.violated(format!(
+                "{host} does not open the newest image of {name}: {why}"
+            ));
+        }
+    }
+
+    /// It is taken for a hypervisor, and says so from now on: a copy of it from then on is not told from what is written later.
+    fn counts_opening(&mut self, at: MachineId, vm: VmId, anew: bool) {
+        let image = &mut self.images[vm];
+        if image.taker.replace(at) != Some(at) || anew {
+            image.stored.openings += 1;
+        }
     }
 
     /// Whoever opens it later holds a later generation, whatever else went wrong. Two machines of one name are not told apart.
@@ -217,15 +244,14 @@ impl Site {
     }
 
     /// A machine that wrote there last, and knows it, does not go on with an older copy, nor does one that was told by who did.
-    fn has_all_writes(&mut self, at: MachineId, vm: VmId, takings: u64) {
+    fn has_all_writes(&mut self, at: MachineId, vm: VmId) {
         let image = &self.images[vm];
         if image.stored.writes >= image.acknowledged {
             return;
         }
         let knows = self.machines[at].slots[vm].known.is_some();
         // One from before the first opening bears no record: it is taken as it is.
-        let from_before =
-            (1..image.openings).contains(&image.stored.openings) && takings < image.takings;
+        let from_before = (1..image.openings).contains(&image.stored.openings);
         let wrote = image.writer == Some(at) && knows;
         let was_told = self.machines[at].slots[vm].told >= image.openings;
         if (wrote || was_told) && from_before && !self.machines[at].is_old {
@@ -306,7 +332,6 @@ impl Site {
             image.stored.durable = image.stored.writes;
             image.acknowledged = image.stored.writes;
             image.openings = image.stored.openings;
-            image.takings = image.stored.takings;
             image.writer = (known == newest).then_some(at);
             self.coverage.flushes += 1;
         }
@@ -428,6 +453,7 @@ impl Site {
         if fits {
             self.note(|w| format!("the image of {} is put back from a copy", w.vms[vm]));
             self.images[vm].stored = copy;
+            self.images[vm].is_put_back = true;
         }
         fits || self.restore_own(vm)
     }

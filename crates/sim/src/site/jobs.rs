@@ -277,6 +277,9 @@ impl Site {
             Kind::Stop | Kind::Pause => self.guests[vm].is_on = false,
             Kind::Start { .. } => return self.was_started(controller, id, vm),
             Kind::End { host } => {
+                // A VM that never ran starts anywhere then, with what is there.
+                let image = &mut self.images[vm];
+                image.is_lost |= image.acknowledged == 0 && image.openings == 0;
                 let what = Ask::Do {
                     vm,
                     event: Event::DeleteRequested,

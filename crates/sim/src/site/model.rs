@@ -161,6 +161,8 @@ pub(crate) struct Machine {
     pub backup: Option<Backup>,
     pub reports: Vec<Report>,
     pub lies: bool,
+    /// It did, and has not joined anew since: what was believed of it lasts.
+    pub has_lied: bool,
     /// Its disk is, or once was, an old copy.
     pub is_old: bool,
     /// It is a second machine with a copy of the first one's disk.
@@ -199,6 +201,7 @@ impl Machine {
             backup: None,
             reports: Vec::new(),
             lies: false,
+            has_lied: false,
             is_old: false,
             is_clone: false,
             was_dismissed: false,
@@ -393,16 +396,19 @@ pub enum Exempt {
     OldCopyDenied,
     /// A host that had been said to be off booted it on the word of neighbours that had missed everything since.
     DismissedAndNeighbours,
+    /// The host that had taken it was taken out of the site, and denied that as a new one under its name.
+    WentWithItsHost,
 }
 
 impl Exempt {
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::FalseWord,
         Self::Liar,
         Self::Forgotten,
         Self::OldCopyAndNeighbours,
         Self::OldCopyDenied,
         Self::DismissedAndNeighbours,
+        Self::WentWithItsHost,
     ];
 
     /// As it is printed.
@@ -419,6 +425,9 @@ impl Exempt {
             }
             Self::DismissedAndNeighbours => {
                 "a host said to be off booted on the word of neighbours that missed everything since"
+            }
+            Self::WentWithItsHost => {
+                "the host that had taken the VM is gone, and a new one under its name denied that"
             }
         }
     }
@@ -447,6 +456,9 @@ pub(crate) struct Guest {
     pub named_by_old: bool,
     /// Hosts that may have held it.
     pub held_by: BTreeSet<MachineId>,
+    /// The machine where it began to run last, and whether that has lost all that it had since.
+    pub ran_last: Option<MachineId>,
+    pub ran_last_is_gone: bool,
     /// Its record may be gone with a disk, by a person's word or an old copy.
     pub may_be_lost: bool,
 }

@@ -32,7 +32,12 @@ impl Site {
         if self.strikes(SiteFault::WriteFails, NOTE_FAILS) {
             return false;
         }
-        change(&mut self.own(at, vm).notes);
+        let own = self.own(at, vm);
+        // Known since it got its name, and written with what is written next.
+        if let Some(arrival) = own.notes.arriving.as_mut().filter(|_| own.is_here) {
+            arrival.ours = true;
+        }
+        change(&mut own.notes);
         true
     }
 
@@ -183,9 +188,15 @@ impl Site {
             true => self.settle_copy(at, vm, generation),
             false => self.arrive(at, vm, generation),
         };
+        let image = self.own(at, vm).files.image.as_ref();
+        let bore_record = image.is_some_and(|file| file.record.is_some());
         let opened = settled.and_then(|()| self.claim_own(at, vm, (generation, anew)));
         let Err(why) = opened else {
-            self.has_all_flushes(at, vm);
+            self.note(|w| {
+                let (host, own) = (w.label(at), &w.machines[at].slots[vm].own);
+                format!("{host} {}: its disk is opened, {own:?}", w.vms[vm])
+            });
+            self.has_all_flushes(at, vm, bore_record);
             match anew {
                 true => self.began_with_own(at, vm),
                 false => self.knows_its_disk(at, vm),

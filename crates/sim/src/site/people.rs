@@ -10,7 +10,7 @@ use super::world::Site;
 use godwit_ownership::{Event, HostRecord, StateName, Status};
 use godwit_site::{HostRow, Judged, Whereabouts};
 use godwit_types::HostName;
-use godwit_types::site::Standing;
+use godwit_types::site::{Claim, Standing};
 
 impl Site {
     pub(crate) fn people_act(&mut self) {
@@ -168,10 +168,23 @@ impl Site {
         }
     }
 
+    /// As the controller refuses it: a new host under an old name would answer for what the old one had.
+    fn is_waited_for(&self, controller: usize, name: NameId) -> bool {
+        let (book, host) = (&self.controllers[controller].book, &self.names[name]);
+        self.vms.iter().any(|vm| {
+            let waits = |claim: &Claim| match claim {
+                Claim::Gave { to, .. } => to == host,
+                Claim::Promised { from, .. } => from == host,
+                _ => false,
+            };
+            book.claims(vm).values().any(waits) || book.may_wait_for(vm, host).is_some()
+        })
+    }
+
     /// A machine with an empty disk joins, under a name that may have been used before.
     pub(crate) fn join_anew(&mut self, controller: usize, name: NameId) -> bool {
         let of = &self.controllers[controller];
-        if !of.is_up || !of.book.is_in_charge() {
+        if !of.is_up || !of.book.is_in_charge() || self.is_waited_for(controller, name) {
             return false;
         }
         for at in self.machines_of(name) {
@@ -256,11 +269,13 @@ impl Site {
         }
         // At a host that was taken out of the site nobody decides anything who remembers that.
         let lies = self.allows(SiteFault::FalseWord);
-        let found = self.find_doubt(|w, at, _| lies || !w.was_removed(at));
+        // Nor is a VM run on by who deleted it.
+        let found =
+            self.find_doubt(|w, at, vm, _| lies || !w.was_removed(at) && !w.guests[vm].deleted);
         let Some((at, vm, peer)) = found else {
             return;
         };
-        if self.was_removed(at) {
+        if self.was_removed(at) || self.guests[vm].deleted {
             self.exempt(vm, Exempt::FalseWord);
         }
         if self.resolve_at(at, vm, &peer) {
@@ -276,7 +291,7 @@ impl Site {
 
     fn find_doubt(
         &self,
-        fits: impl Fn(&Self, MachineId, &HostName) -> bool,
+        fits: impl Fn(&Self, MachineId, VmId, &HostName) -> bool,
     ) -> Option<(MachineId, VmId, HostName)> {
         // People reach a host under its address only.
         let reached = self.address.iter().map(|at| (*at, &self.machines[*at]));
@@ -284,7 +299,7 @@ impl Site {
             for (vm, slot) in machine.slots.iter().enumerate() {
                 let status = slot.process.as_ref().map(|p| p.core.status());
                 if let Some(Status::InDoubt { peer, .. }) = status
-                    && fits(self, at, &peer)
+                    && fits(self, at, vm, &peer)
                 {
                     return Some((at, vm, peer));
                 }
@@ -385,7 +400,9 @@ impl Site {
     pub(crate) fn mend(&mut self, controller: usize, is_late: bool) {
         for at in 0..self.machines.len() {
             let machine = &self.machines[at];
-            if !machine.is_up && !machine.is_clone && !machine.is_retired {
+            // One that is to leave has no certificate any more, or is not to be believed: it is not powered on before it joins anew.
+            let stays = machine.is_clone || machine.is_retired || machine.is_leaving;
+            if !machine.is_up && !stays {
                 self.machines[at].stays_off = false;
                 self.machine_starts(at);
             }
@@ -399,7 +416,7 @@ impl Site {
         }
         self.mend_hosts(controller);
         self.resolve_twice(controller);
-        let is_gone = |w: &Self, at: MachineId, peer: &HostName| {
+        let is_gone = |w: &Self, at: MachineId, _: VmId, peer: &HostName| {
             // A controller has nothing resolved at a host that is not in its inventory.
             let hosts = &w.controllers[controller].db.hosts;
             hosts.contains_key(&w.name_of(at)) && (is_late || !hosts.contains_key(peer))
@@ -438,6 +455,7 @@ impl Site {
             let awaited = book.waits_for().contains(&host);
             let named = !book.may_be_on(&host).is_empty();
             if is_known && (lies || !is_itself) {
+                self.machines[at].has_lied |= lies;
                 self.machines[at].lies = false;
                 self.machines[at].is_leaving = true;
             }

@@ -397,6 +397,9 @@ impl Site {
         if denied {
             return self.exempt(vm, Exempt::OldCopyDenied);
         }
+        if self.guests[vm].ran_last_is_gone {
+            return self.exempt(vm, Exempt::WentWithItsHost);
+        }
         let what = format!(
             "{} runs {} at {version:?}, its last state was {:?}",
             self.label(at),

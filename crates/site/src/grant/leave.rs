@@ -127,6 +127,8 @@ impl Book {
         let Some(book) = book else { return };
         self.removed.remove(&host);
         self.hosts.insert(host.clone(), book);
+        // Nobody knows whether its row is there.
+        self.unwritten.hosts.insert(host.clone());
         for gone in vms {
             let entry = self.vms.entry(gone.vm.clone()).or_default();
             let named = entry.highest;
