@@ -1,14 +1,18 @@
 //! What this host knows of the images on shared storage of the VMs that it holds, as a controller hears it.
 //!
 //! Part of [`Records`]. The VM process writes it with what else it knows of its disks, once it is durable at the image; here it is
-//! only read. A file that cannot be read says nothing: its VM process tells why.
+//! only read, with what the controller said before. A file that cannot be read says nothing: its VM process tells why. Nor does a disk that has just got another image,
+//! which may be taken back.
 
-use crate::records::{Records, stored};
-use godwit_store::load_json;
-use godwit_types::host_api::DISKS_FILE;
-use godwit_types::image::KnownImage;
-use godwit_types::{ApiError, VmName};
+use crate::records::Records;
+use crate::seen::Seen;
+use godwit_store::{StoreError, load_json};
+use godwit_types::VmName;
+use godwit_types::host_api::{DISKS_FILE, IMAGES_FILE};
+use godwit_types::image::{KnownImage, take_newest};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::path::Path;
 
 /// As much of that file as is needed.
 #[derive(Deserialize)]
@@ -16,6 +20,8 @@ struct Written {
     disks: Vec<Disk>,
     #[serde(default)]
     known: Vec<KnownImage>,
+    #[serde(default)]
+    left: Vec<Left>,
 }
 
 #[derive(Deserialize)]
@@ -27,12 +33,22 @@ struct Disk {
     shared: bool,
 }
 
+/// An image that a disk had before.
+#[derive(Deserialize)]
+struct Left {
+    disk: String,
+    /// Whether the VM's description says where the disk is now.
+    #[serde(default)]
+    followed: bool,
+}
+
 impl Written {
     fn of_shared(self) -> Vec<KnownImage> {
-        let Self { disks, known } = self;
+        let Self { disks, known, left } = self;
+        let is_certain = |name: &str| left.iter().all(|left| left.disk != name || left.followed);
         let is_shared = |known: &KnownImage| {
             let disk = disks.iter().find(|disk| disk.name == known.disk);
-            disk.is_some_and(|disk| disk.shared && !disk.read_only)
+            disk.is_some_and(|disk| disk.shared && !disk.read_only && is_certain(&disk.name))
         };
         known.into_iter().filter(is_shared).collect()
     }
@@ -47,17 +63,26 @@ impl Records {
         if !holds {
             return Vec::new();
         }
-        let path = self.dir(vm).join(DISKS_FILE);
-        let read = self.seen.images.read(&path, || {
-            let written: Option<Written> = load_json(&path).map_err(stored)?;
-            Ok::<_, ApiError>(written.map(Written::of_shared))
-        });
-        read.unwrap_or_else(|error| {
-            tracing::warn!(%vm, %error, "what is known of its images is not told");
-            None
-        })
-        .unwrap_or_default()
+        let dir = self.dir(vm);
+        let written = read(&self.seen.images, &dir.join(DISKS_FILE), Written::of_shared);
+        let mut known = written.unwrap_or_default();
+        let said = read(&self.seen.images, &dir.join(IMAGES_FILE), |said| said);
+        take_newest(&mut known, said.unwrap_or_default());
+        known
     }
+}
+
+fn read<T: DeserializeOwned>(
+    seen: &Seen<Vec<KnownImage>>,
+    path: &Path,
+    of: impl FnOnce(T) -> Vec<KnownImage>,
+) -> Option<Vec<KnownImage>> {
+    let read = seen.read(path, || Ok::<_, StoreError>(load_json(path)?.map(of)));
+    read.unwrap_or_else(|error| {
+        // With each poll.
+        tracing::debug!(%error, "what is known of images is not told");
+        None
+    })
 }
 
 #[cfg(test)]
@@ -110,6 +135,13 @@ mod tests {
         let path = records.dir(&web).join(DISKS_FILE);
         save_json(&path, &written).unwrap();
         assert_eq!(records.images(&web), [known("root")]);
+        // A switch to another image may be taken back until the description has followed.
+        for (followed, told) in [(false, vec![]), (true, vec![known("root")])] {
+            let mut moved = written.clone();
+            moved["left"] = json!([{"disk": "root", "path": "/y", "followed": followed}]);
+            save_json(&path, &moved).unwrap();
+            assert_eq!(records.images(&web), told);
+        }
         // What cannot be read says nothing, and does not keep the rest from being told.
         std::fs::write(&path, "{").unwrap();
         assert_eq!(records.images(&web), []);
@@ -128,6 +160,11 @@ mod tests {
         records.survey(&web, Generation(1)).unwrap();
         records.put(&put(2, vec![known("root")])).unwrap();
         assert_eq!(said(), Some(vec![known("root")]));
+        assert_eq!(
+            records.images(&web),
+            [known("root")],
+            "before it has taken it itself"
+        );
         // A new description alone, by a controller that does not know this.
         let described = PutVm {
             expect: None,
@@ -142,5 +179,18 @@ mod tests {
         records.survey(&web, Generation(8)).unwrap();
         records.put(&put(9, Vec::new())).unwrap();
         assert_eq!(said(), None);
+    }
+
+    /// A host that dies in between is asked to start it again, by what it was granted.
+    #[test]
+    fn no_grant_is_there_without_what_holders_before_knew() {
+        let dir = tempfile::tempdir().unwrap();
+        let (records, web) = records(&dir);
+        records.survey(&web, Generation(1)).unwrap();
+        // Nothing can be written where that goes.
+        let path = records.dir(&web).join(format!("{IMAGES_FILE}.new"));
+        std::fs::create_dir_all(&path).unwrap();
+        records.put(&put(2, vec![known("root")])).unwrap_err();
+        assert_eq!(records.read(&web).unwrap().may_run(), None);
     }
 }

@@ -219,6 +219,10 @@ impl Records {
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         not_a_process_matter(&record)?;
+        // What its holders before this host knew of its images: no grant is there without it.
+        if !request.images.is_empty() {
+            save_json(&self.dir(vm).join(IMAGES_FILE), &request.images).map_err(stored)?;
+        }
         let (generation, holds) = (request.generation, record.may_run());
         match request.expect {
             _ if holds == Some(generation) => {}
@@ -234,19 +238,10 @@ impl Records {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
         }
-        self.note_images(request)?;
+        if request.images.is_empty() && request.expect.is_some() {
+            remove_document(&self.dir(vm).join(IMAGES_FILE)).map_err(stored)?;
+        }
         save_json(&self.dir(vm).join(SPEC_FILE), &request.spec).map_err(stored)
-    }
-
-    /// Has the VM process know of its images what the holders before this host did.
-    fn note_images(&self, request: &PutVm) -> Result<(), ApiError> {
-        let path = self.dir(&request.spec.name).join(IMAGES_FILE);
-        let written = match request.images.is_empty() {
-            false => save_json(&path, &request.images),
-            true if request.expect.is_some() => remove_document(&path),
-            true => Ok(()),
-        };
-        written.map_err(stored)
     }
 
     fn grant(

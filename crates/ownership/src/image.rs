@@ -192,9 +192,9 @@ impl ImageClaim<'_> {
 impl ImageRecord {
     /// Refuses an image from before what is known of it, or of another one that was the disk since.
     pub fn must_be_no_older(&self, known: &KnownImage) -> Result<(), ImageRefusal> {
-        let (found, is_it) = (self.known(), self.image == known.image);
-        match is_it {
-            true if found.taken < known.taken => Err(ImageRefusal::Older {
+        let found = self.known();
+        match self.image == known.image {
+            true if known.is_newer_than(&found) => Err(ImageRefusal::Older {
                 found: found.taken,
                 known: known.taken,
             }),

@@ -12,18 +12,23 @@ use godwit_types::{Generation, VmName};
 /// Longest name of a disk that is kept, bytes.
 const NAME_MAX: usize = 64;
 
+/// How often an image can have been taken, as a host tells it: far below where its record ends, so that it can be taken on from there.
+const TAKEN_MAX: u64 = 1 << 40;
+
 impl Entry {
-    /// What its holder under this generation says. Its last word of a disk counts, but for one that takes the same image to be opened less
-    /// often: no host takes that back, and an older copy of what it wrote says so.
+    /// What its holder under this generation says: what it took itself under that counts, also in the place of what was newer (a switch to another
+    /// image may have been written back); what it knows from before counts where that is newer. Of one image a lower count never does:
+    /// it is an older copy of what was written.
     pub(crate) fn hear_images(&mut self, said: &[KnownImage], held: Generation) {
         for said in said.iter().take(DISKS_MAX) {
-            let can_be = said.is_in_reach() && said.generation <= held;
+            let can_be = said.taken <= TAKEN_MAX && said.generation <= held;
             if !can_be || said.disk.len() > NAME_MAX {
                 continue;
             }
+            let is_word_of_its_own = said.generation == held;
             let is_older = |known: &KnownImage| {
-                (&known.disk, &known.image) == (&said.disk, &said.image)
-                    && known.is_newer_than(said)
+                let may_be = known.image == said.image || !is_word_of_its_own;
+                known.disk == said.disk && may_be && known.is_newer_than(said)
             };
             if self.images.iter().any(is_older) {
                 continue;

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{enrolled, host};
-use godwit_site::{Book, Free, Heard, HostRow, Surveyed};
+use godwit_site::{Book, Entry, Free, Heard, HostRow, Surveyed};
 use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, SurveyAnswer};
 use godwit_types::{Generation, HostName, VmName};
@@ -165,7 +165,8 @@ fn who_does_not_hold_the_vm_says_nothing_of_its_images() {
 fn numbers_that_no_host_reaches_and_generations_to_come_are_not_believed() {
     let mut site = Site::new();
     let held = site.generation.0;
-    for said in [known(1, held, 1 << 60), known(1, held + 1, 3)] {
+    // From the highest that is believed it can be taken as often again.
+    for said in [known(1, held, (1 << 40) + 1), known(1, held + 1, 3)] {
         site.a_says(&[said]);
         assert_eq!(site.images(), []);
     }
@@ -175,12 +176,17 @@ fn numbers_that_no_host_reaches_and_generations_to_come_are_not_believed() {
     };
     site.a_says(&[long]);
     assert_eq!(site.images(), []);
-    let many = (0..100).map(|number| KnownImage {
-        disk: format!("d{number}"),
-        ..known(number, held, 3)
-    });
-    site.a_says(&many.collect::<Vec<_>>());
-    assert_eq!(site.images().len(), 16);
+    let many = |from: u128| {
+        let many = (from..from + 100).map(|number| KnownImage {
+            disk: format!("d{number}"),
+            ..known(number, held, 3)
+        });
+        many.collect::<Vec<_>>()
+    };
+    for from in [0, 1000] {
+        site.a_says(&many(from));
+        assert_eq!(site.images(), many(from)[..16]);
+    }
 }
 
 #[test]
@@ -188,10 +194,10 @@ fn an_older_copy_of_what_a_holder_wrote_takes_nothing_back_and_another_image_cou
     let mut site = Site::new();
     let held = site.generation.0;
     site.a_says(&[known(1, held, 5)]);
-    for older in [vec![known(1, held, 4)], Vec::new()] {
-        site.a_says(&older);
-        assert_eq!(site.images(), [known(1, held, 5)]);
-    }
+    site.a_says(&[known(1, held, 4)]);
+    assert_eq!(site.images(), [known(1, held, 5)]);
+    site.a_says(&[]);
+    assert_eq!(site.images(), [known(1, held, 5)], "it says nothing");
     // A switch to another image was written, and written back.
     site.a_says(&[known(2, held, 6)]);
     site.a_says(&[known(1, held, 5)]);
@@ -211,4 +217,50 @@ fn a_vm_that_is_deleted_leaves_nothing_for_the_next_one_of_its_name() {
     assert_eq!(site.images(), []);
     site.book.not_deleted(deletion);
     assert_eq!(site.images(), [known(1, held, 5)], "it was not written");
+}
+
+#[test]
+fn what_a_new_holder_knows_from_before_is_no_news() {
+    let mut site = Site::new();
+    let first = site.generation.0;
+    site.a_says(&[known(1, first, 9)]);
+    site.starts_on("b");
+    let held = site.generation.0;
+    let b_says = |site: &mut Site, said: KnownImage| {
+        let claim = site.holds();
+        site.polled(("b", 2), claim, &[said]);
+        site.images()
+    };
+    // What it has of when it had the VM once, before it has begun anew.
+    assert_eq!(
+        b_says(&mut site, known(2, first - 1, 12)),
+        [known(1, first, 9)]
+    );
+    // Somebody opened an older copy since.
+    assert_eq!(b_says(&mut site, known(1, held, 5)), [known(1, first, 9)]);
+    assert_eq!(b_says(&mut site, known(3, held, 1)), [known(3, held, 1)]);
+}
+
+#[test]
+fn a_holder_by_hearsay_says_nothing_of_the_images() {
+    let mut site = Site::new();
+    let (entry, stamp) = (site.book.entry(&web()).unwrap().clone(), site.book.stamp());
+    // A copy of the database from before any grant, which learns of the holder from what hosts say.
+    let mut book = Book::new(stamp);
+    for name in ["a", "b", "c"] {
+        book.add_host(enrolled(name), HostRow::default());
+    }
+    book.add_entry(
+        web(),
+        Entry {
+            holder: Some(host("b")),
+            granted: Vec::new(),
+            hearsay: true,
+            ..entry
+        },
+    );
+    site.book = book;
+    let claim = site.holds();
+    site.polled(("b", 2), claim, &[known(9, site.generation.0, 1 << 39)]);
+    assert_eq!(site.images(), []);
 }

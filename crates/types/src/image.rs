@@ -48,12 +48,12 @@ pub struct KnownImage {
 }
 
 impl KnownImage {
-    /// Whether this is from later than what else is known of the disk's image. How often images were taken is counted anew where one goes along with a VM,
-    /// under a later generation; one that nobody has taken yet has generation 0, and goes on counting.
+    /// Whether this is from later than what else is known of the disk's image. Of one image the count tells: nobody takes that back. Of two it is counted
+    /// anew where one goes along with a VM, under a later generation; one that nobody has taken yet has generation 0, and goes on counting.
     pub fn is_newer_than(&self, other: &Self) -> bool {
         let by_taken = self.taken.cmp(&other.taken);
         let is_either_untaken = self.generation.min(other.generation) == Generation(0);
-        let order = match is_either_untaken {
+        let order = match self.image == other.image || is_either_untaken {
             true => by_taken,
             false => self.generation.cmp(&other.generation).then(by_taken),
         };
@@ -63,6 +63,17 @@ impl KnownImage {
     /// Whether it can have come about: what is beyond would be ahead of everybody for good.
     pub fn is_in_reach(&self) -> bool {
         self.generation.0 <= NUMBER_MAX && self.taken <= NUMBER_MAX
+    }
+}
+
+/// Takes up what is said of disks' images, each where nothing newer is known.
+pub fn take_newest(known: &mut Vec<KnownImage>, said: impl IntoIterator<Item = KnownImage>) {
+    for said in said {
+        match known.iter_mut().find(|known| known.disk == said.disk) {
+            Some(before) if said.is_newer_than(before) => *before = said,
+            Some(_) => {}
+            None => known.push(said),
+        }
     }
 }
 
@@ -79,14 +90,31 @@ mod tests {
         }
     }
 
+    fn other(generation: u64, taken: u64) -> KnownImage {
+        KnownImage {
+            image: ImageId::new(2),
+            ..known(generation, taken)
+        }
+    }
+
     #[test]
-    fn what_was_taken_under_a_later_generation_is_newer_however_often_it_was() {
-        assert!(known(5, 1).is_newer_than(&known(4, 9)));
+    fn another_image_that_was_taken_under_a_later_generation_is_newer_however_often_it_was() {
+        assert!(other(5, 1).is_newer_than(&known(4, 9)));
+        assert!(!known(4, 9).is_newer_than(&other(5, 1)));
+        assert!(other(4, 3).is_newer_than(&known(4, 2)));
+        // Nobody has taken it yet: what was there before goes on counting.
+        assert!(other(0, 6).is_newer_than(&known(4, 5)));
+        assert!(!known(4, 5).is_newer_than(&other(0, 6)));
+    }
+
+    #[test]
+    fn of_one_image_the_count_alone_tells() {
         assert!(known(4, 3).is_newer_than(&known(4, 2)));
         assert!(!known(4, 2).is_newer_than(&known(4, 2)));
-        // Nobody has taken it yet: what was there before goes on counting.
-        assert!(known(0, 6).is_newer_than(&known(4, 5)));
-        assert!(!known(4, 5).is_newer_than(&known(0, 6)));
+        assert!(
+            !known(9, 2).is_newer_than(&known(4, 3)),
+            "somebody opened an older copy"
+        );
     }
 
     #[test]

@@ -52,6 +52,7 @@ use godwit_guestmem::RamFile;
 use godwit_qemu::command_line::BackEnd;
 use godwit_qemu::user::User;
 use godwit_types::host_api::VmProcessConfig;
+use godwit_types::image::take_newest;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
@@ -103,7 +104,7 @@ impl Disks {
         };
         let mut before = left::of_earlier(paths, &disks);
         let said = coming.into_iter().flat_map(|coming| coming.images.iter());
-        left::take_newest(&mut before.known, said.cloned(), &disks);
+        take_newest(&mut before.known, left::of_shared(said.cloned(), &disks));
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
             launch,

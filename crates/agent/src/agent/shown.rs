@@ -72,7 +72,9 @@ impl Agent {
                 vm
             }
         };
-        vm.images = self.records.images(name);
+        if vm.spec.disks.iter().any(DiskSpec::changes_hands) {
+            vm.images = self.records.images(name);
+        }
         self.boots.show(&mut vm, self.host(), &self.log_of(name));
         self.closing.show(&mut vm, self.host());
         if self.is_denied_by(name, &record) {

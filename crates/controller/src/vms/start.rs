@@ -268,13 +268,16 @@ async fn keep_held(
 ) -> Outcome<bool> {
     let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
     let is_known = known.is_some_and(|known| known.spec == plan.resolved);
+    let images = app.state().book.images(&plan.entry.spec.name);
+    let mut said = images.iter();
+    let is_told = known.is_some_and(|known| said.all(|image| known.images.contains(image)));
     // What its VM process still knows may be damaged on the host's disk.
-    if !is_known || has_unread(app, &plan.host, &plan.entry.spec.name) {
+    if !is_known || !is_told || has_unread(app, &plan.host, &plan.entry.spec.name) {
         let put = PutVm {
             spec: plan.resolved.clone(),
             generation,
             expect: None,
-            images: app.state().book.images(&plan.entry.spec.name),
+            images,
         };
         match agent.put_vm(&put).await {
             Ok(_) => {}

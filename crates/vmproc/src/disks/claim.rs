@@ -192,7 +192,7 @@ impl Served {
         match known.map_or(Ok(()), |known| record.must_be_no_older(&known)) {
             _ if is_there && planted("image-not-judged") => Ok(Some(record.known())),
             Err(why) if is_there => Err(refused(&format!(
-                "host '{host}' has its image on shared storage, and {path} here is not that one: {why}; mount the same storage there on both hosts"
+                "host '{host}' has its image on shared storage, and {path} here is not that one: {why}; mount the same storage there on both hosts; 'godwit image show {path}' tells what it says of itself"
             ))),
             Ok(()) if is_there => Ok(Some(record.known())),
             _ => Err(refused(&format!(

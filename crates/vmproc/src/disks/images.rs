@@ -13,7 +13,7 @@ use super::record;
 use super::served::ServedDisks;
 use super::there::note_went_on;
 use crate::files::Paths;
-use godwit_store::load_json;
+use godwit_store::{load_json, remove_document};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeMap;
@@ -184,7 +184,7 @@ pub(super) fn forget(paths: &Paths) {
         ),
         _ => record::remove(paths),
     };
-    if let Err(error) = forgotten {
+    if let Err(error) = forgotten.and_then(|()| remove_document(&paths.images())) {
         tracing::warn!(%error, "what disks the VM had is not forgotten");
     }
 }

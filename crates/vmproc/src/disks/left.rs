@@ -17,7 +17,7 @@ use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_store::{load_json, save_json};
-use godwit_types::image::KnownImage;
+use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -172,7 +172,10 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         .known
         .retain(|known| disks.iter().any(|disk| disk.name == known.disk));
     earlier.unread.retain(is_disk);
-    take_newest(&mut earlier.known, said_by_controller(paths), disks);
+    take_newest(
+        &mut earlier.known,
+        of_shared(said_by_controller(paths), disks),
+    );
     earlier
 }
 
@@ -185,23 +188,16 @@ fn said_by_controller(paths: &Paths) -> Vec<KnownImage> {
     said.unwrap_or_default()
 }
 
-/// Of images on shared storage; of others only the host knows that has them.
-pub(super) fn take_newest(
-    known: &mut Vec<KnownImage>,
-    said: impl IntoIterator<Item = KnownImage>,
-    disks: &[DiskSpec],
-) {
-    for said in said {
+/// What is said of images on shared storage; of others only the host knows that has them.
+pub(super) fn of_shared<'a>(
+    said: impl IntoIterator<Item = KnownImage> + 'a,
+    disks: &'a [DiskSpec],
+) -> impl Iterator<Item = KnownImage> + 'a {
+    let shared = |name: &str| {
         let mut disks = disks.iter();
-        let is_of_it = disks.any(|disk| disk.name == said.disk && disk.changes_hands());
-        let before = known.iter().position(|known| known.disk == said.disk);
-        match before.and_then(|before| known.get_mut(before)) {
-            _ if !is_of_it => {}
-            Some(before) if said.is_newer_than(before) => *before = said,
-            Some(_) => {}
-            None => known.push(said),
-        }
-    }
+        disks.any(|disk| disk.name == name && disk.changes_hands())
+    };
+    said.into_iter().filter(move |said| shared(&said.disk))
 }
 
 /// What is written of a VM with something left of moves.
