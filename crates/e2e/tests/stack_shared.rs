@@ -72,7 +72,7 @@ fn runs_on_a(stack: &Stack, image: &str) -> Result<()> {
 fn is_heard(stack: &Stack, taken: u64) -> Result<bool> {
     let wanted = format!("\"taken\":{taken}");
     for file in ["controller.db", "controller.db-wal"] {
-        let path = stack.inside("controller", &format!("/var/lib/godwit-controller/{file}"))?;
+        let path = stack.inside("controller", format!("/var/lib/godwit-controller/{file}"))?;
         let content = std::fs::read(path)?;
         if String::from_utf8_lossy(&content).contains(&wanted) {
             return Ok(true);

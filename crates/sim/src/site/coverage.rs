@@ -33,6 +33,18 @@ named! {
     }
 }
 
+/// What became of images, as a run tells it.
+const OF_IMAGES: [&str; 8] = [
+    "images opened",
+    "images refused, since they are in use",
+    "images refused for what they say",
+    "images opened by a host that could not know that they are older",
+    "images let go by a person",
+    "images refused, since who has them cannot be read",
+    "images refused, since who has them cannot be written",
+    "times a controller heard what the holder of an image knows of it",
+];
+
 /// Counts over any number of seeds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SiteCoverage {
@@ -80,7 +92,7 @@ pub struct SiteCoverage {
     pub exempt: BTreeMap<Exempt, u64>,
     /// VMs that were judged to the end.
     pub judged_vms: u64,
-    /// What became of images, in the order in which [`Self`] tells it.
+    /// What became of images, in the order of [`OF_IMAGES`].
     pub images: [u64; 8],
     pub disks: BTreeMap<DiskCase, u64>,
     /// What guests were told is durable.
@@ -268,17 +280,7 @@ impl SiteCoverage {
                 line(*n, format!("{what}: {name}"));
             }
         }
-        let of_images = [
-            "images opened",
-            "images refused, since they are in use",
-            "images refused for what they say",
-            "images opened by a host that could not know that they are older",
-            "images let go by a person",
-            "images refused, since who has them cannot be read",
-            "images refused, since who has them cannot be written",
-            "times a controller heard what the holder of an image knows of it",
-        ];
-        for (n, what) in self.images.into_iter().zip(of_images) {
+        for (n, what) in self.images.into_iter().zip(OF_IMAGES) {
             line(n, what.into());
         }
         line(self.flushes, "flushes acknowledged to guests".into());
