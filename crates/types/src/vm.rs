@@ -8,7 +8,7 @@ mod made;
 mod new;
 
 pub use boots::Firmware;
-pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, OnFull};
+pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnFull};
 pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};
 
 use crate::ids::{PortGroup, VmName};
@@ -125,62 +125,6 @@ pub struct NicSpec {
     /// the VM's name while that is free, and writes it down here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
-}
-
-/// A disk over a raw image. QEMU opens it itself, buffered, for a VM of hardware version 1; its VM process serves it for later
-/// ones. With a writable one a VM of hardware version 1 does not migrate.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct DiskSpec {
-    /// Name within the VM.
-    pub name: String,
-    /// Raw image on the host, a file or a block device.
-    pub path: String,
-    /// Whether the guest may only read it.
-    #[serde(default)]
-    pub read_only: bool,
-    /// Whether `path` is the same storage on every host where the VM may start. A VM with a writable disk that is not
-    /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
-    #[serde(default)]
-    pub shared: bool,
-    /// Raw or qcow2 image on the host that `path` is made from before the VM starts, unless it is there already. Gone once it is.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub from: Option<String>,
-    /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub size_gib: Option<u64>,
-    /// What becomes of the guest's writes when the image has no room left.
-    #[serde(default, skip_serializing_if = "OnFull::waits")]
-    pub on_full: OnFull,
-    /// What the guest may have of it in a second.
-    #[serde(default, skip_serializing_if = "DiskLimits::are_none")]
-    pub limits: DiskLimits,
-}
-
-impl DiskSpec {
-    /// One that the guest may write, over an image that only its host has.
-    pub fn new(name: impl Into<String>, path: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            path: path.into(),
-            read_only: false,
-            shared: false,
-            from: None,
-            size_gib: None,
-            on_full: OnFull::default(),
-            limits: DiskLimits::default(),
-        }
-    }
-
-    /// Whether its image is copied to the host to which its VM moves, since only this host has it.
-    pub fn goes_along(&self) -> bool {
-        !self.read_only && !self.shared
-    }
-
-    /// Whether several hosts have its image, and the one that runs the VM may write it.
-    pub fn changes_hands(&self) -> bool {
-        !self.read_only && self.shared
-    }
 }
 
 /// A VM as a person describes it.

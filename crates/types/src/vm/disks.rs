@@ -1,4 +1,4 @@
-//! What a VM's disks have in common, what a disk does that is full, and how much a guest may have of one.
+//! A disk of a VM, what all of them have in common, what one does that is full, and how much a guest may have of one.
 //!
 //! Pure, owns nothing. Refuses: too many disks, two of one name, limits that let nothing through, and what only disks do that the VM process serves where QEMU does.
 
@@ -11,6 +11,62 @@ use utoipa::ToSchema;
 /// More than storage does, so that a limit above is a typing error.
 pub const DISK_IOPS_MAX: u64 = 10_000_000;
 pub const DISK_MIB_PER_S_MAX: u64 = 1_000_000;
+
+/// A disk over a raw image. QEMU opens it itself, buffered, for a VM of hardware version 1; its VM process serves it for later
+/// ones. With a writable one a VM of hardware version 1 does not migrate.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Name within the VM.
+    pub name: String,
+    /// Raw image on the host, a file or a block device.
+    pub path: String,
+    /// Whether the guest may only read it.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Whether `path` is the same storage on every host where the VM may start. A VM with a writable disk that is not
+    /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
+    #[serde(default)]
+    pub shared: bool,
+    /// Raw or qcow2 image on the host that `path` is made from before the VM starts, unless it is there already. Gone once it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_gib: Option<u64>,
+    /// What becomes of the guest's writes when the image has no room left.
+    #[serde(default, skip_serializing_if = "OnFull::waits")]
+    pub on_full: OnFull,
+    /// What the guest may have of it in a second.
+    #[serde(default, skip_serializing_if = "DiskLimits::are_none")]
+    pub limits: DiskLimits,
+}
+
+impl DiskSpec {
+    /// One that the guest may write, over an image that only its host has.
+    pub fn new(name: impl Into<String>, path: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            path: path.into(),
+            read_only: false,
+            shared: false,
+            from: None,
+            size_gib: None,
+            on_full: OnFull::default(),
+            limits: DiskLimits::default(),
+        }
+    }
+
+    /// Whether its image is copied to the host to which its VM moves, since only this host has it.
+    pub fn goes_along(&self) -> bool {
+        !self.read_only && !self.shared
+    }
+
+    /// Whether several hosts have its image, and the one that runs the VM may write it.
+    pub fn changes_hands(&self) -> bool {
+        !self.read_only && self.shared
+    }
+}
 
 /// What becomes of a guest's writes for which the image has no room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
