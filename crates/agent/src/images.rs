@@ -193,4 +193,28 @@ mod tests {
         records.put(&put(2, vec![known("root")])).unwrap_err();
         assert_eq!(records.read(&web).unwrap().may_run(), None);
     }
+
+    #[test]
+    fn an_older_word_of_a_controller_takes_nothing_from_the_holder_and_a_refused_grant_leaves_none()
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let (records, web) = records(&dir);
+        let of = |taken| KnownImage {
+            taken,
+            ..known("root")
+        };
+        records.survey(&web, Generation(1)).unwrap();
+        records.put(&put(2, vec![of(4)])).unwrap();
+        for (said, kept) in [(3, 4), (5, 5)] {
+            let described = PutVm {
+                expect: None,
+                ..put(2, vec![of(said)])
+            };
+            records.put(&described).unwrap();
+            assert_eq!(records.images(&web), [of(kept)]);
+        }
+        records.delete(&web, Some(Generation(2))).unwrap();
+        records.put(&put(2, vec![of(9)])).unwrap_err();
+        assert!(!records.dir(&web).join(IMAGES_FILE).exists());
+    }
 }

@@ -149,6 +149,12 @@ impl Entry {
         newest.is_some_and(|one| one.from.as_ref() == Some(host))
     }
 
+    /// Whether a grant that is remembered let this host hold the VM, under whichever generation.
+    pub(crate) fn was_ever_granted(&self, host: &HostName) -> bool {
+        let mut granted = self.granted.iter();
+        granted.any(|one| one.to == *host || one.from.as_ref() == Some(host))
+    }
+
     /// Whether a grant that is remembered let this host give the VM, under whichever generation.
     pub(crate) fn may_ever_give(&self, host: &HostName) -> bool {
         let mut granted = self.granted.iter();
@@ -214,8 +220,6 @@ pub(crate) struct HostBook {
     pub heard: Option<u64>,
     /// When its newest acknowledgement of a word was known here.
     pub knew_at: u64,
-    /// The word as of which it is known which machine it is, where that is later than this database.
-    pub machine_at: Stamp,
     pub standing: Standing,
     pub knows: SiteHeard,
     pub said: BTreeMap<VmName, Said>,
@@ -330,7 +334,6 @@ impl Book {
             answers: false,
             heard: None,
             knew_at: 0,
-            machine_at: Stamp::default(),
             standing: Standing::Known,
             knows: SiteHeard::default(),
             said: BTreeMap::new(),

@@ -186,14 +186,6 @@ impl Book {
         // To note a life takes a word: a host that is still to be heard may know one that this database lacks, which would be
         // overtaken. The next answer says the same.
         if standing == Standing::Known && book.row.instance != *instance && !is_starting {
-            let known = &book.row.instance.machine_id;
-            if !known.is_empty() && *known != instance.machine_id {
-                // A person's word is later than what any table has.
-                book.machine_at = Stamp {
-                    epoch: u64::MAX,
-                    number: u64::MAX,
-                };
-            }
             book.row.instance = instance.clone();
             book.site.counter = instance.counter;
             book.site.machine_id.clone_from(&instance.machine_id);
@@ -358,6 +350,8 @@ impl Book {
             if arrived && gave && generation > entry.held && believed(entry, to, generation) {
                 entry.held = generation;
                 entry.holder = Some(to.clone());
+                // What this book granted itself it knows, whoever tells.
+                entry.hearsay = !entry.was_granted(to, generation);
             }
         }
         let entry = self.vms.entry(record.vm.clone()).or_default();

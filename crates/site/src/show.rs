@@ -4,6 +4,7 @@
 //! not been asked since it was named.
 
 use crate::book::{Book, Ran};
+use crate::hear::is_plausible;
 use crate::plant::Plant;
 use godwit_types::site::{Claim, Standing};
 use godwit_types::{Generation, HostName, VmName};
@@ -109,7 +110,8 @@ impl Book {
     }
 
     /// Where the guest of a VM may have run last; nowhere where the VM was deleted. By people's words alone a holder goes past a
-    /// permission of which nothing came: a claim that is too late to be believed still tells where the newest disk is.
+    /// permission of which nothing came: a claim that is too late to be believed still tells where the newest disk is, if its host was ever
+    /// permitted to hold the VM.
     pub fn ran(&self, vm: &VmName) -> Ran {
         let Some(entry) = self.vms.get(vm).filter(|entry| !entry.deleted) else {
             return Ran::default();
@@ -117,7 +119,10 @@ impl Book {
         let words = self.words_of(vm);
         let known = words.filter(|(host, _)| self.standing(host) == Standing::Known);
         let claims = known.filter_map(|(host, said)| Some((host, said.claim.held()?)));
-        let later = claims.filter(|(_, generation)| *generation > entry.held);
+        let later = claims.filter(|(host, generation)| {
+            let can_be = is_plausible(entry.highest, *generation) && entry.was_ever_granted(host);
+            can_be && *generation > entry.held
+        });
         match later.max_by_key(|(_, generation)| *generation) {
             Some((host, held)) => Ran {
                 holder: Some(host.clone()),

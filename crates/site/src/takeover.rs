@@ -8,7 +8,7 @@ use crate::book::Book;
 use crate::hear::{News, PLAUSIBLE_EPOCHS, PLAUSIBLE_NUMBER, Ticket, is_plausible};
 use crate::plant::Plant;
 use crate::refusal::Refusal;
-use godwit_types::site::{Instance, SiteHost, SiteTable, SiteVm, Stamp, Standing, WholeSurvey};
+use godwit_types::site::{SiteHost, SiteTable, SiteVm, Stamp, Standing, WholeSurvey};
 use godwit_types::{HostName, VmName};
 use std::collections::BTreeSet;
 
@@ -274,8 +274,6 @@ impl Book {
             }
         }
         self.learn_table(host, &whole.table);
-        // Its table, too, may tell that it is another machine than the host.
-        self.meet(host, &whole.instance, &mut news);
         for vm in &whole.unread {
             // It may hold what it cannot read: nobody else gets the VM before it has said no.
             let entry = self.vms.entry(vm.clone()).or_default();
@@ -300,7 +298,6 @@ impl Book {
         let is_newer = table.complete > self.stamp;
         for site in &table.hosts {
             if self.hosts.contains_key(&site.name) {
-                self.learn_machine(table.complete, site);
                 continue;
             }
             // A host that this database has as removed may have joined again since.
@@ -311,34 +308,6 @@ impl Book {
         }
         for (vm, told) in &table.vms {
             self.learn_row(by, vm, told);
-        }
-    }
-
-    /// A later word than this database's named another machine for a host: by a person's word that is the host, and the one that this
-    /// database knows is a clone of it. The newest table that tells it counts.
-    fn learn_machine(&mut self, at: Stamp, told: &SiteHost) {
-        let is_newer = at > self.stamp;
-        let Some(book) = self.hosts.get_mut(&told.name).filter(|_| is_newer) else {
-            return;
-        };
-        if at <= book.machine_at || told.machine_id.is_empty() {
-            return;
-        }
-        book.machine_at = at;
-        if book.row.instance.machine_id == told.machine_id {
-            return;
-        }
-        // Tables do not name boots: the life that they tell of counts as a new one, and so does each after it.
-        book.row.instance = Instance {
-            counter: told.counter.saturating_sub(1),
-            boot_id: String::new(),
-            machine_id: told.machine_id.clone(),
-        };
-        book.site.counter = book.row.instance.counter;
-        book.site.machine_id.clone_from(&told.machine_id);
-        self.unwritten.hosts.insert(told.name.clone());
-        if let Charge::Restored { read, .. } = &mut self.charge {
-            read.remove(&told.name);
         }
     }
 

@@ -6,7 +6,7 @@ mod records;
 use godwit_site::{Book, Entry, Heard, HostRow, HostSite, Judged, News, Surveyed};
 use godwit_types::site::{
     BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion,
-    SiteTable, SiteVm, Stamp, Standing, SurveyAnswer, WholeSurvey,
+    SiteTable, SiteVm, Stamp, Standing, SurveyAnswer,
 };
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
@@ -273,65 +273,4 @@ fn a_fenced_stranger_that_is_enrolled_again_does_not_stay_fenced() {
     assert!(book.is_fenced(&host("a")));
     join(&mut book, "a");
     assert!(!book.is_fenced(&host("a")));
-}
-
-#[test]
-fn a_restored_controller_learns_from_tables_which_machine_a_host_is_since() {
-    let mut book = Book::default();
-    for name in ["a", "b"] {
-        join(&mut book, name);
-        poll(&mut book, name, lives(&host(name)), Vec::new());
-    }
-    let later = Stamp {
-        epoch: 0,
-        number: book.stamp().number + 5,
-    };
-    let told = |name: &str, instance: Instance| SiteHost {
-        name: host(name),
-        address: ([10, 0, 0, 1], 7000).into(),
-        serial: String::new(),
-        counter: instance.counter,
-        machine_id: instance.machine_id,
-    };
-    let table = SiteTable {
-        stamp: later,
-        complete: later,
-        hosts: vec![
-            told("a", lives(&host("a"))),
-            told("b", life("other", "1", 3)),
-        ],
-        ..SiteTable::default()
-    };
-    let heard = Heard {
-        instance: lives(&host("a")),
-        knows: SiteHeard {
-            stamp: later,
-            complete: later,
-        },
-        records: Vec::new(),
-    };
-    let ticket = book.ask();
-    book.hear(&host("a"), ticket, heard);
-    let at = book.takeover().expect("a takeover").stamp;
-    let whole = |instance: Instance, table: SiteTable| WholeSurvey {
-        instance,
-        records: Vec::new(),
-        unread: Default::default(),
-        table: SiteTable { stamp: at, ..table },
-    };
-    // The former machine is read first, and is taken for the host.
-    let ticket = book.ask();
-    let former = life("b", "2", 3);
-    book.take_whole(&host("b"), at, ticket, whole(former, SiteTable::default()));
-    let ticket = book.ask();
-    book.take_whole(&host("a"), at, ticket, whole(lives(&host("a")), table));
-    assert_eq!(book.waits_for(), [host("b")]);
-    assert!(book.finish_takeover().is_err());
-    let asked = question(life("b", "2", 3));
-    let answer = book.answer(&host("b"), &asked, false);
-    assert_eq!(answer.standing, Standing::SecondInstance);
-    let ticket = book.ask();
-    let is_host = life("other", "1", 3);
-    book.take_whole(&host("b"), at, ticket, whole(is_host, SiteTable::default()));
-    assert_eq!(book.finish_takeover(), Ok(true));
 }

@@ -128,6 +128,17 @@ fn a_guest_ran_last_where_people_s_words_let_it_run_on_past_a_permission_of_whic
         "no grant names it"
     );
     assert_eq!(book.ran(&web()).holder, Some(host("a")));
+    // Who was never permitted to hold it, or claims what nobody reaches, tells nothing of that.
+    claims(&mut book, "c", unused + (1 << 21));
+    assert_eq!(
+        book.ran(&web()).holder,
+        Some(host("c")),
+        "it was to take it"
+    );
+    claims(&mut book, "c", unused + (1 << 60));
+    assert_eq!(book.ran(&web()).holder, Some(host("a")));
+    let stamp = book.stamp();
+    hear(&mut book, "c", stamp, Claim::No);
     let free = free(&mut book, &[]);
     drop(book.delete(free).unwrap());
     assert_eq!(book.ran(&web()).holder, None);

@@ -21,6 +21,7 @@ use godwit_site::{Book, Free, Grant, Refusal, Surveyed};
 use godwit_types::control_api::{StartRequest, Started};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
+use godwit_types::image::KnownImage;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
 
 fn connected(app: &App) -> Vec<HostInfo> {
@@ -268,11 +269,12 @@ async fn keep_held(
 ) -> Outcome<bool> {
     let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
     let is_known = known.is_some_and(|known| known.spec == plan.resolved);
-    let images = app.state().book.images(&plan.entry.spec.name);
-    let mut said = images.iter();
-    let is_told = known.is_some_and(|known| said.all(|image| known.images.contains(image)));
+    let name = &plan.entry.spec.name;
+    let images = app.state().book.images(name);
+    let is_told = known.is_some_and(|known| is_told(&plan.resolved, &images, &known.images));
+    let is_unread = has_unread(app, &plan.host, name);
     // What its VM process still knows may be damaged on the host's disk.
-    if !is_known || !is_told || has_unread(app, &plan.host, &plan.entry.spec.name) {
+    if !is_known || !is_told || is_unread {
         let put = PutVm {
             spec: plan.resolved.clone(),
             generation,
@@ -282,13 +284,23 @@ async fn keep_held(
         match agent.put_vm(&put).await {
             Ok(_) => {}
             // Its record cannot be read, and not its description: its process, which goes on, knows both.
-            Err(_) if is_known => {}
+            Err(_) if is_known && is_unread => {}
             Err(error) if error.code() == ErrorCode::WrongState => return Ok(false),
             Err(error) => return Err(ApiError::from(error).on_host(&plan.host)),
         }
     }
     save_resolved(app, plan).await?;
     Ok(true)
+}
+
+/// Whether a host knows all of the images of a VM's shared disks that the book does.
+fn is_told(vm: &VmSpec, images: &[KnownImage], told: &[KnownImage]) -> bool {
+    let shared = vm.disks.iter().filter(|disk| disk.changes_hands());
+    let mut known = shared.filter_map(|disk| images.iter().find(|image| image.disk == disk.name));
+    known.all(|image| {
+        let mut told = told.iter().filter(|told| told.disk == image.disk);
+        told.any(|told| !image.is_newer_than(told))
+    })
 }
 
 /// Whether a host says that it cannot read what it has of a VM.
