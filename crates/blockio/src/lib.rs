@@ -49,7 +49,7 @@ pub use image_lock::take as lock_file;
 
 pub use reactor::Event;
 use reactor::Reactor;
-pub use request::{Data, Outcome, Request, Work};
+pub use request::{Data, Outcome, Request, Waits, Work};
 pub use second_image::SecondImage;
 pub use stack::{Bottom, Finished, Stack};
 

@@ -140,3 +140,47 @@ impl Outcome {
         matches!(self, Self::Failed(Errno::NOSPC | Errno::DQUOT))
     }
 }
+
+/// For what a guest's requests wait that failed: they are carried out once more.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// Writes and what else changes the image, for room on its file system.
+    pub for_room: bool,
+    /// Reads, too, for storage that ends them with an IO error.
+    pub for_storage: bool,
+}
+
+impl Waits {
+    /// Whether a request that came to this waits. A flush never does: one that failed has been told of data that is lost.
+    pub fn keep(self, work: &Work, outcome: Outcome) -> bool {
+        let for_room = self.for_room && work.changes() && outcome.lacks_room();
+        let fails = outcome == Outcome::Failed(Errno::IO) && *work != Work::Flush;
+        for_room || self.for_storage && fails
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_waits_for_what_its_disk_is_told_to_wait_for_and_a_flush_for_nothing() {
+        let [room, storage] = [Errno::NOSPC, Errno::IO].map(Outcome::Failed);
+        let (read, write) = (Work::Read(0..512), Work::Write(0..512));
+        for (for_room, for_storage) in [(true, false), (false, true), (true, true), (false, false)]
+        {
+            let waits = Waits {
+                for_room,
+                for_storage,
+            };
+            let kept = |work: &Work| [room, storage].map(|outcome| waits.keep(work, outcome));
+            assert_eq!(kept(&write), [for_room, for_storage]);
+            assert_eq!(kept(&read), [false, for_storage]);
+            assert_eq!(kept(&Work::Flush), [false, false]);
+            assert!(!waits.keep(&write, Outcome::Failed(Errno::BADF)));
+            assert!(
+                !waits.keep(&write, Outcome::Done) && !waits.keep(&write, Outcome::Unsupported)
+            );
+        }
+    }
+}

@@ -17,6 +17,7 @@ pub fn disk_rows(vm: &VmView) -> Vec<(&'static str, String)> {
         said.extend(disk.read_only.then(|| "read only".to_owned()));
         said.extend(disk.shared.then(|| "shared".to_owned()));
         said.extend((!disk.on_full.waits()).then(|| "an error when it is full".to_owned()));
+        said.extend((!disk.on_error.fails()).then(|| "waits when its storage fails".to_owned()));
         said.extend((!disk.limits.are_none()).then(|| disk.limits.to_string()));
         said.extend(does.map(disk_does));
         ("disk", said.join(", "))
@@ -48,7 +49,7 @@ mod tests {
     use super::*;
     use crate::output::tests::vm;
     use godwit_types::disk_activity::{DiskRate, DiskWork};
-    use godwit_types::vm::{DiskLimits, OnFull, VmState};
+    use godwit_types::vm::{DiskLimits, OnError, OnFull, VmState};
     use serde_json::json;
 
     #[test]
@@ -69,6 +70,7 @@ mod tests {
         assert_eq!(disk_rows(&web), plain);
         let root = &mut web.spec.disks[0];
         root.on_full = OnFull::Error;
+        root.on_error = OnError::Wait;
         root.limits = DiskLimits {
             iops: Some(500),
             mib_per_s: None,
@@ -91,7 +93,7 @@ mod tests {
         }];
         assert_eq!(
             disk_rows(&web)[0].1,
-            "root /fast/web-root.raw, 20.0 GiB, an error when it is full, at most 500 requests a second, 12 reads/s (0.5 MiB/s), 300 writes/s (3.0 MiB/s), 0.8 ms each, 2 failed"
+            "root /fast/web-root.raw, 20.0 GiB, an error when it is full, waits when its storage fails, at most 500 requests a second, 12 reads/s (0.5 MiB/s), 300 writes/s (3.0 MiB/s), 0.8 ms each, 2 failed"
         );
         assert_eq!(disk_rows(&web)[1], plain[1]);
     }

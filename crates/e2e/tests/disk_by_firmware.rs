@@ -1,7 +1,7 @@
 //! A disk of ours under a real QEMU: booted from by the firmware, killed, held and let go while the guest works with it.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Image, Waits};
 use godwit_e2e::peers::qemu_10;
 use godwit_guestmem::RamFile;
 use godwit_testkit::guest::boot_disk::{self, Progress};
@@ -146,7 +146,10 @@ fn serve(image: &Path, socket: &Path, ram: &Arc<RamFile>) -> Result<Disk> {
         filters: Vec::new(),
         ram: Arc::clone(ram),
         has_image: true,
-        waits_for_room: true,
+        waits: Waits {
+            for_room: true,
+            for_storage: false,
+        },
         handed: None,
     })?)
 }

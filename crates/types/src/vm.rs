@@ -8,7 +8,7 @@ mod made;
 mod new;
 
 pub use boots::Firmware;
-pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnFull};
+pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnError, OnFull};
 pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};
 
 use crate::ids::{PortGroup, VmName};

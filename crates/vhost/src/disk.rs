@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use godwit_blockio::{Access, Engine, Event, Filter, Image, Stack};
+use godwit_blockio::{Access, Engine, Event, Filter, Image, Stack, Waits};
 use godwit_guestmem::RamFile;
 
 use crate::Error;
@@ -61,8 +61,8 @@ pub struct Settings {
     pub ram: Arc<RamFile>,
     /// Whether the image is locked; else no request is taken before [`crate::Disk::take_image`].
     pub has_image: bool,
-    /// Whether writes wait for which the image has no room; else the guest gets an error.
-    pub waits_for_room: bool,
+    /// For what requests wait that failed; else the guest gets an error.
+    pub waits: Waits,
     /// QEMU's connection, where another program had the disk until now.
     pub handed: Option<Handover>,
 }
@@ -96,7 +96,7 @@ pub(crate) struct Device {
     first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
-    pub(crate) waits_for_room: bool,
+    pub(crate) waits: Waits,
     /// Whether a sync has failed of which the guest has not heard.
     pub(crate) lost_sync: bool,
     pub(crate) held: bool,
@@ -130,7 +130,7 @@ impl Device {
             listen_again: None,
             first: 0,
             opens_at: None,
-            waits_for_room: settings.waits_for_room,
+            waits: settings.waits,
             lost_sync: false,
             held: false,
             stands: 0,
@@ -380,7 +380,7 @@ impl Device {
                 continue;
             }
             if self.parks(&request, outcome) {
-                self.park(request);
+                self.park(request, outcome);
                 continue;
             }
             self.let_parked_go(token);
@@ -513,6 +513,7 @@ impl Device {
             connected: self.session.connection.is_some(),
             life: self.guest.life,
             full_for: self.session.full.longest(),
+            fails: self.session.full.fails(),
             mute_for: self.session.mute_since.map(|since| since.elapsed()),
             running: self.queues.iter().filter(|queue| queue.runs()).count(),
             under_way: self.stack.under_way(),

@@ -1,4 +1,4 @@
-//! An image whose file system has no room left: the guest's requests wait until it has.
+//! An image whose file system has no room left, or whose storage fails where its disk is told to wait for that: the guest's requests wait.
 //!
 //! Part of [`Device`]. An error would make the guest's file system read-only or worse, and there is no status for 'full' in
 //! virtio; a disk may be told to give one all the same. A queue that is to end meanwhile, since its guest is stopped, leaves what
@@ -20,6 +20,8 @@ use crate::disk::{AGAIN, Device};
 pub(crate) struct Full {
     /// They are tried again, and nothing new is taken meanwhile.
     parked: VecDeque<Request>,
+    /// Whether the last one that failed did since its storage fails, and not for want of room.
+    fails: bool,
     /// The one of them that is being tried.
     probe: Option<u64>,
     try_at: Option<Instant>,
@@ -31,6 +33,11 @@ impl Full {
     /// How long the one that has waited for longest does.
     pub(crate) fn longest(&self) -> Option<Duration> {
         self.since.values().min().map(Instant::elapsed)
+    }
+
+    /// Whether they wait for storage that fails.
+    pub(crate) fn fails(&self) -> bool {
+        self.fails && self.longest().is_some()
     }
 
     pub(crate) fn is_full(&self) -> bool {
@@ -55,8 +62,7 @@ impl Device {
     /// Whether a request is to wait for room, and not to fail. Its queue may end, so it has to be somewhere then: nowhere but in
     /// the in-flight area.
     pub(crate) fn parks(&self, request: &Request, outcome: Outcome) -> bool {
-        let waits = self.waits_for_room && request.work.changes() && outcome.lacks_room();
-        waits && self.may_park(queue_of(request.token))
+        self.waits.keep(&request.work, outcome) && self.may_park(queue_of(request.token))
     }
 
     fn may_park(&self, number: u16) -> bool {
@@ -64,15 +70,23 @@ impl Device {
     }
 
     /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
-    pub(crate) fn park(&mut self, request: Request) {
+    pub(crate) fn park(&mut self, request: Request, outcome: Outcome) {
         let now = Instant::now();
+        let fails = !outcome.lacks_room();
         if self.session.full.since.is_empty() && self.is_time_to_tell() {
+            let why = match fails {
+                true => "its storage fails",
+                false => "the image has no room left",
+            };
+            let disk = &self.name;
             tracing::warn!(
-                disk = self.name,
-                "the image has no room left: the guest's requests wait until it has"
+                disk,
+                why,
+                "the guest's requests wait until they can be done"
             );
         }
         let full = &mut self.session.full;
+        full.fails = fails;
         full.since.entry(request.token).or_insert(now);
         if full.probe == Some(request.token) {
             full.probe = None;
@@ -101,8 +115,12 @@ impl Device {
             .into_iter()
             .partition(|request| self.may_park(queue_of(request.token)));
         self.session.full.parked = kept;
+        let errno = match self.session.full.fails {
+            true => Errno::IO,
+            false => Errno::NOSPC,
+        };
         for request in failed {
-            self.answer_request(&request, Outcome::Failed(Errno::NOSPC));
+            self.answer_request(&request, Outcome::Failed(errno));
         }
         self.session.full.settle();
     }

@@ -56,6 +56,8 @@ pub struct Status {
     /// How long the write that has waited for longest for room on the image's file system does, if one does. Those of a guest that
     /// stands still are not tried.
     pub full_for: Option<Duration>,
+    /// Whether it waits for storage that ends requests with an error, and not for room.
+    pub fails: bool,
     /// How long QEMU has been connected without a word. A new one says much at once. Version 7.2 says nothing before it
     /// starts the disk, if it connects again to one that was not started.
     pub mute_for: Option<Duration>,
@@ -362,7 +364,7 @@ impl Drop for Disk {
 mod tests {
     use super::*;
     use crate::block::Geometry;
-    use godwit_blockio::Access;
+    use godwit_blockio::{Access, Waits};
     use godwit_guestmem::RamFile;
     use std::sync::Arc;
 
@@ -391,7 +393,10 @@ mod tests {
             filters: Vec::new(),
             ram: Arc::new(ram),
             has_image: false,
-            waits_for_room: true,
+            waits: Waits {
+                for_room: true,
+                for_storage: false,
+            },
             handed: None,
         })
         .unwrap();

@@ -7,6 +7,8 @@ use godwit_blockio::filters::Fault;
 use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
 use godwit_vhost::Disk;
 use rustix::io::Errno;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -217,4 +219,46 @@ fn a_guest_that_is_reset_while_its_disk_is_full_has_none_of_its_former_writes_do
     guest.wait(0);
     assert_eq!((site.content()[0], site.content()[5 * 512]), (0, 9));
     assert_eq!(disk.status().unwrap().resubmitted, 0);
+}
+
+/// Fails what its guest reads and writes, until it is told not to; and always the first flush.
+#[derive(Clone, Default)]
+struct Broken(Arc<AtomicBool>);
+
+impl Filter for Broken {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        match self.0.load(Ordering::SeqCst) {
+            true => flow.up(request, Outcome::Failed(Errno::IO)),
+            false => flow.down(request),
+        }
+    }
+}
+
+#[test]
+fn reads_and_writes_wait_for_storage_that_fails_where_the_disk_is_told_so_and_flushes_fail() {
+    let site = Site::new(MIB);
+    let broken = Broken::default();
+    broken.0.store(true, Ordering::SeqCst);
+    let disk = site.disk_that_waits_for_storage(vec![Box::new(broken.clone())]);
+    let mut guest = site.guest();
+    // A flush before anything waits: after it nothing new is taken.
+    guest.submit(0, &site.request(0, 4, 0, None));
+    guest.wait(0);
+    assert_eq!((site.status(0), disk.status().unwrap().full_for), (1, None));
+    guest.submit(0, &site.write_of(0, 0, 7, 512));
+    let long = Some(Duration::from_millis(1200));
+    wait_until(&disk, |status| status.full_for > long && status.fails);
+    assert_eq!(site.status(0), 77);
+    broken.0.store(false, Ordering::SeqCst);
+    guest.wait(0);
+    assert_eq!((site.status(0), site.content()[0]), (0, 7));
+    let status = disk.status().unwrap();
+    assert!(status.full_for.is_none() && !status.fails);
+    // So does a read.
+    broken.0.store(true, Ordering::SeqCst);
+    guest.submit(1, &site.read_of(1, 0, 512));
+    wait_until(&disk, |status| status.full_for.is_some() && status.fails);
+    broken.0.store(false, Ordering::SeqCst);
+    guest.wait(1);
+    assert_eq!(site.status(1), 0);
 }

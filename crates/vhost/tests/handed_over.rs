@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Chance, Gate, LONG, Site, wait_until, without_room, without_room_for};
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Image, Waits};
 use godwit_vhost::{Disk, Handover, Settings, Told};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -33,7 +33,10 @@ fn goes_on(site: &Site, handed: Handover) -> Disk {
         filters: Vec::new(),
         ram: Arc::clone(&site.ram),
         has_image: true,
-        waits_for_room: true,
+        waits: Waits {
+            for_room: true,
+            for_storage: false,
+        },
         handed: Some(handed),
     })
     .unwrap()

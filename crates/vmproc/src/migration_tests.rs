@@ -349,6 +349,7 @@ fn a_guest_whose_disk_is_full_for_long_while_it_moves_stays_and_can_be_paused_th
     let full = FullDisk {
         disk: "root".into(),
         path: "/root.raw".into(),
+        fails: false,
     };
     vm.is_full_for_long(full.clone());
     let ended = vm.report(&id_m()).unwrap().unwrap();

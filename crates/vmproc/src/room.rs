@@ -1,4 +1,4 @@
-//! A guest whose disk is full for long: it is paused, and goes on by itself once there is room.
+//! A guest whose disk is full for long, or whose storage fails where its disk is told to wait for that: it is paused, and goes on by itself.
 //!
 //! Part of [`Vm`]. A guest whose requests are not answered gives its disk up sooner or later, while one that stands still knows of no
 //! time. What waits is left where the next start of the disk finds it (`vhost`). That the guest stands still for this, and not since
@@ -37,6 +37,8 @@ pub(crate) struct WaitsForRoom {
     launch: u64,
     disk: String,
     path: String,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    fails: bool,
 }
 
 impl WaitsForRoom {
@@ -44,6 +46,7 @@ impl WaitsForRoom {
         FullDisk {
             disk: self.disk.clone(),
             path: self.path.clone(),
+            fails: self.fails,
         }
     }
 }
@@ -136,9 +139,18 @@ impl Vm {
         let Some(launch) = self.hyper.as_ref().map(|hyper| hyper.identity.launch) else {
             return;
         };
-        let FullDisk { disk, path } = full;
-        tracing::warn!(disk, path, "the guest is paused until its disk has room");
-        let full = WaitsForRoom { launch, disk, path };
+        let FullDisk { disk, path, fails } = full;
+        let what = match fails {
+            true => "the guest is paused until its disk's storage does not fail",
+            false => "the guest is paused until its disk has room",
+        };
+        tracing::warn!(disk, path, "{what}");
+        let full = WaitsForRoom {
+            launch,
+            disk,
+            path,
+            fails,
+        };
         if let Err(error) = save_json(&self.paths.waits_for_room(), &full) {
             tracing::warn!(%error, "a successor of this process will not know which disk the guest waits for");
         }
@@ -239,6 +251,14 @@ impl Vm {
         }
         let vm = &self.config.vm;
         Some(match &self.room.full {
+            Some(WaitsForRoom {
+                disk,
+                path,
+                fails: true,
+                ..
+            }) => format!(
+                "disk-error: the guest is paused, since the storage of {path} of disk '{disk}' fails: it is tried again each minute, and 'godwit vm resume {vm}' tries it at once"
+            ),
             Some(WaitsForRoom { disk, path, .. }) => format!(
                 "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),

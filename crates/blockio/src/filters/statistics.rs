@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use crate::{Filter, Outcome, Request, Work};
+use crate::{Filter, Outcome, Request, Waits, Work};
 
 /// What was done of one kind.
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ impl Counts {
 #[derive(Debug, Default)]
 pub struct Statistics {
     counts: Arc<Counts>,
-    waits_for_room: bool,
+    waits: Waits,
 }
 
 impl Statistics {
@@ -61,11 +61,8 @@ impl Statistics {
 
     /// Goes on with the counts of a disk whose thread has ended. Where requests wait for room, one that finds none is counted once
     /// it is done, with all the time that it has waited.
-    pub fn going_on(counts: Arc<Counts>, waits_for_room: bool) -> Self {
-        Self {
-            counts,
-            waits_for_room,
-        }
+    pub fn going_on(counts: Arc<Counts>, waits: Waits) -> Self {
+        Self { counts, waits }
     }
 }
 
@@ -81,7 +78,7 @@ impl Filter for Statistics {
     }
 
     fn passes_up(&mut self, request: &Request, outcome: Outcome, now: Instant) -> bool {
-        if self.waits_for_room && request.work.changes() && outcome.lacks_room() {
+        if self.waits.keep(&request.work, outcome) {
             return true;
         }
         let took = now.saturating_duration_since(request.began);
@@ -179,10 +176,14 @@ mod tests {
 
     #[test]
     fn what_waits_for_room_is_counted_once_and_is_no_failure() {
-        for (waits, expected) in [
+        for (for_room, expected) in [
             (true, [1, 512, 5_000_000, 0]),
             (false, [2, 1024, 8_000_000, 1]),
         ] {
+            let waits = Waits {
+                for_room,
+                for_storage: false,
+            };
             let statistics = Statistics::going_on(Arc::default(), waits);
             let counts = statistics.counts();
             let mut stack = Stack::new(vec![Box::new(statistics)], Keeps::default());

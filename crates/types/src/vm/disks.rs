@@ -37,6 +37,9 @@ pub struct DiskSpec {
     /// What becomes of the guest's writes when the image has no room left.
     #[serde(default, skip_serializing_if = "OnFull::waits")]
     pub on_full: OnFull,
+    /// What becomes of the guest's reads and writes that its storage fails.
+    #[serde(default, skip_serializing_if = "OnError::fails")]
+    pub on_error: OnError,
     /// What the guest may have of it in a second.
     #[serde(default, skip_serializing_if = "DiskLimits::are_none")]
     pub limits: DiskLimits,
@@ -53,6 +56,7 @@ impl DiskSpec {
             from: None,
             size_gib: None,
             on_full: OnFull::default(),
+            on_error: OnError::default(),
             limits: DiskLimits::default(),
         }
     }
@@ -77,6 +81,24 @@ pub enum OnFull {
     Wait,
     /// The guest gets an IO error at once, and runs on.
     Error,
+}
+
+/// What becomes of a guest's reads and writes that end with an IO error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnError {
+    /// The guest gets the error at once, and runs on.
+    #[default]
+    Error,
+    /// They wait until the storage does them; the guest is paused before it gives its disk up. A flush fails all the same: what it
+    /// was told to make durable may be lost.
+    Wait,
+}
+
+impl OnError {
+    pub fn fails(&self) -> bool {
+        *self == Self::Error
+    }
 }
 
 impl OnFull {

@@ -15,7 +15,7 @@ pub use mirrored::{Mirrored, Unconfirmed, until};
 pub use requests::{DISCARD, WRITE_ZEROES, places};
 pub use without_room::{without_room, without_room_for};
 
-use godwit_blockio::{Access, Filter, Image};
+use godwit_blockio::{Access, Filter, Image, Waits};
 use godwit_guestmem::RamFile;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
@@ -123,7 +123,10 @@ impl Site {
             filters,
             ram: Arc::clone(&self.ram),
             has_image: true,
-            waits_for_room: true,
+            waits: Waits {
+                for_room: true,
+                for_storage: false,
+            },
             handed: None,
         }
     }

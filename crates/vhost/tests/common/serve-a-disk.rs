@@ -1,7 +1,7 @@
 //! Serves a raw image as a disk until its standard input ends, or it is killed: what `tests/killed.rs` kills.
 #![forbid(unsafe_code)]
 
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Image, Waits};
 use godwit_guestmem::RamFile;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
@@ -41,7 +41,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         filters: Vec::new(),
         ram: Arc::new(ram),
         has_image: true,
-        waits_for_room: true,
+        waits: Waits {
+            for_room: true,
+            for_storage: false,
+        },
         handed: None,
     })?;
     // The test holds the other end: one that was killed leaves nothing behind.

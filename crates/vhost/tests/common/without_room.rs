@@ -2,7 +2,7 @@
 
 use super::{FREE, FrontEnd, GUEST, Site, wait_until};
 use godwit_blockio::filters::Fault;
-use godwit_blockio::{Access, Filter, Image};
+use godwit_blockio::{Access, Filter, Image, Waits};
 use godwit_vhost::{Disk, Settings};
 use rustix::io::Errno;
 use std::io::Write as _;
@@ -70,7 +70,20 @@ impl Site {
     pub fn disk_that_fails_full(&self, filters: Vec<Box<dyn Filter>>) -> Disk {
         let settings = self.settings(self.geometry(), filters);
         Disk::start(Settings {
-            waits_for_room: false,
+            waits: Waits::default(),
+            ..settings
+        })
+        .unwrap()
+    }
+
+    /// One whose guest waits for storage that fails.
+    pub fn disk_that_waits_for_storage(&self, filters: Vec<Box<dyn Filter>>) -> Disk {
+        let settings = self.settings(self.geometry(), filters);
+        Disk::start(Settings {
+            waits: Waits {
+                for_room: true,
+                for_storage: true,
+            },
             ..settings
         })
         .unwrap()

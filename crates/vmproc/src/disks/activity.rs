@@ -5,8 +5,8 @@
 
 use super::Disks;
 use crate::adoption::lock;
-use godwit_blockio::Filter;
 use godwit_blockio::filters::{Count, Counts, Limits, SharedLimits, Statistics, Throttle};
+use godwit_blockio::{Filter, Waits};
 use godwit_types::disk_activity::{DiskActivity, DiskRate, DiskWork};
 use godwit_types::vm::{DiskLimits, DiskSpec};
 use godwit_vhost::Disk;
@@ -17,12 +17,20 @@ use std::time::{Duration, Instant};
 /// Rates are of so long at least: whoever asks twice gets the same ones.
 const RATE_OVER: Duration = Duration::from_secs(1);
 
+/// For what a disk's requests wait that failed.
+pub(super) fn waits_of(disk: &DiskSpec) -> Waits {
+    Waits {
+        for_room: disk.on_full.waits(),
+        for_storage: !disk.on_error.fails(),
+    }
+}
+
 /// One disk's counts and limits.
 #[derive(Debug)]
 pub(super) struct Gauge {
     counts: Arc<Counts>,
     limits: Arc<SharedLimits>,
-    waits_for_room: bool,
+    keeps: Waits,
     seen: Mutex<Seen>,
     /// Since when it has waited for storage, and what was done then: nothing came of it since.
     waits: Mutex<Option<(Instant, u64)>>,
@@ -44,7 +52,7 @@ impl Gauge {
         let gauge = Self {
             counts: Arc::default(),
             limits: Arc::default(),
-            waits_for_room: disk.on_full.waits(),
+            keeps: waits_of(disk),
             seen: Mutex::new(Seen {
                 at: Instant::now(),
                 reads: DiskWork::default(),
@@ -60,7 +68,7 @@ impl Gauge {
 
     /// For a disk's thread. Who waits for its turn at the limit is not counted as waiting for storage.
     pub(super) fn filters(&self) -> Vec<Box<dyn Filter>> {
-        let statistics = Statistics::going_on(Arc::clone(&self.counts), self.waits_for_room);
+        let statistics = Statistics::going_on(Arc::clone(&self.counts), self.keeps);
         let throttle = Throttle::from(Arc::clone(&self.limits));
         vec![Box::new(statistics), Box::new(throttle)]
     }

@@ -77,6 +77,9 @@ impl Seen<'_> {
     fn full_or_not_served(&self) -> Option<String> {
         let DiskSpec { name, path, .. } = self.spec;
         match &self.glance {
+            Some(Ok(status)) if status.full_for.is_some() && status.fails => Some(format!(
+                "disk-error: requests to disk '{name}' wait, since the storage of {path} fails: see the kernel's log on this host; they are tried again each second, and go on by themselves"
+            )),
             Some(Ok(status)) if status.full_for.is_some() => Some(format!(
                 "disk-full: writes to disk '{name}' wait, since {path} has no room left: make room there, and they go on by themselves"
             )),

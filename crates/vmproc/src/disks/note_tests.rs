@@ -10,7 +10,7 @@ use godwit_testkit::disk_load::front_end::FrontEnd;
 use godwit_testkit::disk_load::ring::{Kind, Ring};
 use godwit_testkit::testvol::Volume;
 use godwit_types::Generation;
-use godwit_types::vm::VmSpec;
+use godwit_types::vm::{OnError, VmSpec};
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -39,12 +39,19 @@ impl Served {
     }
 
     fn begin(&self, mounts: &std::os::fd::OwnedFd) -> (Volume, Disks) {
+        self.begin_with(mounts, OnError::Error)
+    }
+
+    fn begin_with(&self, mounts: &std::os::fd::OwnedFd, on_error: OnError) -> (Volume, Disks) {
         let volume = Volume::mount_direct(mounts.as_fd(), self.directory.path()).unwrap();
         File::create(&self.path).unwrap().set_len(BYTES).unwrap();
         let (config, paths) = (&self.site.config, &self.site.paths);
         let spec = VmSpec {
             hardware: Some(2),
-            disks: vec![DiskSpec::new("root", &self.path)],
+            disks: vec![DiskSpec {
+                on_error,
+                ..DiskSpec::new("root", &self.path)
+            }],
             ..VmSpec::placeholder(&config.vm)
         };
         let ram = Arc::new(RamFile::create(&paths.ram_file(1), MEMORY_BYTES, None).unwrap());
@@ -170,4 +177,42 @@ fn a_disk_that_is_opened_for_as_long_as_its_storage_hangs_is_not_just_not_served
             disks.end();
         });
     });
+}
+
+#[test]
+fn a_disk_that_waits_for_storage_that_fails_says_so_and_goes_on_when_it_does_not() {
+    for (on_error, waits) in [(OnError::Wait, true), (OnError::Error, false)] {
+        let served = Served::new();
+        apart(|mounts| {
+            let (volume, disks) = served.begin_with(mounts, on_error);
+            let paths = &served.site.paths;
+            let ram = paths.ram_file(1);
+            let memory = File::options().read(true).write(true).open(ram).unwrap();
+            let mut ring = Ring::map(&memory).unwrap();
+            let front_end = FrontEnd::start(&paths.ram_files.disk_socket(1, 0), &memory).unwrap();
+            let disk = only(&disks);
+            volume.change(|volume| volume.fails.writes = true);
+            ring.content(0, 4096).fill(7);
+            ring.put(0, Kind::Write, 0, 4096);
+            front_end.kick().unwrap();
+            if waits {
+                until(|| disk.status().unwrap().fails);
+                let note = disks.note().unwrap();
+                assert!(note.starts_with("disk-error: "), "{note}");
+                let (full, _) = disks.full().unwrap();
+                let why = full.keeps_its_guest(&served.site.config);
+                assert!(
+                    why.contains("the storage of its disk 'root' fails"),
+                    "{why}"
+                );
+            }
+            until(|| waits || disks.activity()[0].writes.failed == 1);
+            volume.change(|volume| volume.fails.writes = false);
+            until(|| disk.status().unwrap().unanswered == 0);
+            assert_eq!(disks.note(), None);
+            let written = std::fs::read(&served.path).unwrap()[..4096] == [7; 4096];
+            assert_eq!(written, waits, "what failed was not done");
+            disks.end();
+        });
+    }
 }

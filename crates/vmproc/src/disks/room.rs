@@ -27,12 +27,19 @@ const IN_ANY_CASE: Duration = Duration::from_secs(60);
 pub(crate) struct FullDisk {
     pub disk: String,
     pub path: String,
+    /// Its storage ends them with an error, and they wait for that.
+    pub fails: bool,
 }
 
 impl FullDisk {
     /// Why its guest is not moved to another host: what waits for room would stay here.
     pub(crate) fn keeps_its_guest(&self, config: &VmProcessConfig) -> String {
         let (VmProcessConfig { vm, host, .. }, Self { disk, path, .. }) = (config, self);
+        if self.fails {
+            return format!(
+                "VM '{vm}' is not migrated while the storage of its disk '{disk}' fails: see that {path} can be read and written on host '{host}'"
+            );
+        }
         format!(
             "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm} --to DATASTORE'"
         )
@@ -52,6 +59,7 @@ impl Disks {
             let full = FullDisk {
                 disk: spec.name.clone(),
                 path: spec.path.clone(),
+                fails: status.fails,
             };
             Some((full, status.full_for?))
         });

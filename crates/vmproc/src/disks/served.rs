@@ -3,7 +3,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
 //! one than QEMU was started with.
 
-use super::activity::Gauge;
+use super::activity::{Gauge, waits_of};
 pub(super) use super::came::Arrival;
 use super::came::{Source, put_aside, unmake};
 use super::claim::{Taking, named};
@@ -443,7 +443,7 @@ impl Served {
             filters: self.gauges.get(index).map_or_else(Vec::new, Gauge::filters),
             ram: Arc::clone(&self.ram),
             has_image,
-            waits_for_room: spec.on_full.waits(),
+            waits: waits_of(spec),
             handed: lock(&self.handed).remove(&index),
         });
         let disk = disk.map_err(|error| self.refused(spec, &error))?;

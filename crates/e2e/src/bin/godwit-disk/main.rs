@@ -13,7 +13,7 @@ mod moving;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Image, Waits};
 use godwit_guestmem::RamFile;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
@@ -89,7 +89,10 @@ fn serve(arguments: &Arguments) -> Result<Disk> {
         filters: Vec::new(),
         ram: Arc::new(RamFile::open(&arguments.memory, bytes)?),
         has_image: true,
-        waits_for_room: true,
+        waits: Waits {
+            for_room: true,
+            for_storage: false,
+        },
         handed: None,
     })?;
     Ok(disk)
