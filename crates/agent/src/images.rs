@@ -1,15 +1,15 @@
-//! What this host knows of the images on shared storage of the VMs that it holds, as a controller hears it.
+//! What this host knows of the images on shared storage of the VMs that it holds, as a controller hears it, and what that one said.
 //!
 //! Part of [`Records`]. The VM process writes it with what else it knows of its disks, once it is durable at the image; here it is
 //! only read, with what the controller said before. A file that cannot be read says nothing: its VM process tells why. Nor does a disk that has just got another image,
 //! which may be taken back.
 
-use crate::records::Records;
+use crate::records::{Records, stored};
 use crate::seen::Seen;
-use godwit_store::{StoreError, load_json};
-use godwit_types::VmName;
-use godwit_types::host_api::{DISKS_FILE, IMAGES_FILE};
+use godwit_store::{StoreError, load_json, remove_document, save_json};
+use godwit_types::host_api::{DISKS_FILE, IMAGES_FILE, PutVm};
 use godwit_types::image::{KnownImage, take_newest};
+use godwit_types::{ApiError, VmName};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::path::Path;
@@ -69,6 +69,28 @@ impl Records {
         let said = read(&self.seen.images, &dir.join(IMAGES_FILE), |said| said);
         take_newest(&mut known, said.unwrap_or_default());
         known
+    }
+
+    /// Has the VM process know of its images what its holders before this host did. Where this host `holds` the VM, what it knows
+    /// itself may be newer.
+    pub(crate) fn note_images(&self, request: &PutVm, holds: bool) -> Result<(), ApiError> {
+        let path = self.dir(&request.spec.name).join(IMAGES_FILE);
+        let mut images: Vec<KnownImage> = match holds {
+            true => load_json(&path).map_err(stored)?.unwrap_or_default(),
+            false => Vec::new(),
+        };
+        take_newest(&mut images, request.images.iter().cloned());
+        let noted = match images.is_empty() {
+            true => remove_document(&path),
+            false => save_json(&path, &images),
+        };
+        noted.map_err(stored)
+    }
+
+    pub(crate) fn forget_images(&self, vm: &VmName) {
+        if let Err(error) = remove_document(&self.dir(vm).join(IMAGES_FILE)) {
+            tracing::warn!(%vm, %error, "what others knew of its images is left");
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use godwit_types::host_api::{
     DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, HostVm, IMAGES_FILE, PutVm, SPEC_FILE,
     WENT_ON_FILE,
 };
-use godwit_types::image::{KnownImage, take_newest};
+use godwit_types::image::KnownImage;
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
@@ -240,28 +240,6 @@ impl Records {
             }
         }
         save_json(&self.dir(vm).join(SPEC_FILE), &request.spec).map_err(stored)
-    }
-
-    /// Has the VM process know of its images what its holders before this host did. Where this host `holds` the VM, what it knows
-    /// itself may be newer.
-    fn note_images(&self, request: &PutVm, holds: bool) -> Result<(), ApiError> {
-        let path = self.dir(&request.spec.name).join(IMAGES_FILE);
-        let mut images: Vec<KnownImage> = match holds {
-            true => load_json(&path).map_err(stored)?.unwrap_or_default(),
-            false => Vec::new(),
-        };
-        take_newest(&mut images, request.images.iter().cloned());
-        let noted = match images.is_empty() {
-            true => remove_document(&path),
-            false => save_json(&path, &images),
-        };
-        noted.map_err(stored)
-    }
-
-    fn forget_images(&self, vm: &VmName) {
-        if let Err(error) = remove_document(&self.dir(vm).join(IMAGES_FILE)) {
-            tracing::warn!(%vm, %error, "what others knew of its images is left");
-        }
     }
 
     fn grant(
