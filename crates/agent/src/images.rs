@@ -9,7 +9,7 @@ use crate::seen::Seen;
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::host_api::{DISKS_FILE, IMAGES_FILE, PutVm};
 use godwit_types::image::{KnownImage, take_newest};
-use godwit_types::{ApiError, VmName};
+use godwit_types::{ApiError, Generation, VmName};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::path::Path;
@@ -75,10 +75,16 @@ impl Records {
     /// itself may be newer.
     pub(crate) fn note_images(&self, request: &PutVm, holds: bool) -> Result<(), ApiError> {
         let path = self.dir(&request.spec.name).join(IMAGES_FILE);
-        let mut images: Vec<KnownImage> = match holds {
-            true => load_json(&path).map_err(stored)?.unwrap_or_default(),
-            false => Vec::new(),
+        let noted = match holds {
+            true => load_json(&path),
+            false => Ok(None),
         };
+        let mut images: Vec<KnownImage> = noted
+            .unwrap_or_else(|error| {
+                tracing::warn!(%error, "it is written anew with what the controller knows");
+                None
+            })
+            .unwrap_or_default();
         take_newest(&mut images, request.images.iter().cloned());
         let noted = match images.is_empty() {
             true => remove_document(&path),
@@ -87,7 +93,14 @@ impl Records {
         noted.map_err(stored)
     }
 
-    pub(crate) fn forget_images(&self, vm: &VmName) {
+    /// A grant failed. One that may be on record all the same keeps it.
+    pub(crate) fn forget_images(&self, vm: &VmName, generation: Generation) {
+        let is_granted = self
+            .read(vm)
+            .map(|record| record.may_run() == Some(generation));
+        if is_granted.unwrap_or(true) {
+            return;
+        }
         if let Err(error) = remove_document(&self.dir(vm).join(IMAGES_FILE)) {
             tracing::warn!(%vm, %error, "what others knew of its images is left");
         }
@@ -227,13 +240,17 @@ mod tests {
         };
         records.survey(&web, Generation(1)).unwrap();
         records.put(&put(2, vec![of(4)])).unwrap();
-        for (said, kept) in [(3, 4), (5, 5)] {
+        for (said, kept) in [(3, 4), (5, 5), (5, 5)] {
             let described = PutVm {
                 expect: None,
                 ..put(2, vec![of(said)])
             };
             records.put(&described).unwrap();
             assert_eq!(records.images(&web), [of(kept)]);
+            // A damaged one keeps nobody from starting the VM.
+            if said == 5 {
+                std::fs::write(records.dir(&web).join(IMAGES_FILE), "{").unwrap();
+            }
         }
         records.delete(&web, Some(Generation(2))).unwrap();
         records.put(&put(2, vec![of(9)])).unwrap_err();

@@ -226,7 +226,7 @@ impl Records {
                 // No grant is there without it, and where there is none nothing of it stays.
                 self.note_images(request, false)?;
                 let granted = self.grant(&mut journal, record, generation, expect);
-                granted.inspect_err(|_| self.forget_images(vm))?;
+                granted.inspect_err(|_| self.forget_images(vm, generation))?;
             }
             None => {
                 let held = holds.map_or("does not hold the VM".to_owned(), |held| {
