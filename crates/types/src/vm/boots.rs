@@ -53,7 +53,7 @@ impl VmSpec {
         self.kernel().into_iter().chain(self.initramfs.as_deref())
     }
 
-    /// Refuses what hardware version 1 does not have: boot without a kernel, UEFI, and disks with limits or with `on_full = "error"`.
+    /// Refuses what hardware version 1 does not have: boot without a kernel, UEFI, and disks with limits, `on_full = "error"` or `on_error = "wait"`.
     pub fn check_boots(&self) -> Result<(), InvalidVm> {
         self.check_served()?;
         let what = match (self.firmware, self.kernel()) {

@@ -203,6 +203,7 @@ impl VmSpec {
         let chosen = self.disks.iter().find_map(|disk| match disk {
             _ if self.serves_disks() => None,
             disk if !disk.on_full.waits() => Some((disk, "on_full = \"error\"")),
+            disk if !disk.on_error.fails() => Some((disk, "on_error = \"wait\"")),
             disk if !disk.limits.are_none() => Some((disk, "limits")),
             _ => None,
         });
@@ -236,6 +237,20 @@ mod tests {
         let json = serde_json::to_string(&chosen).unwrap();
         assert!(json.contains("\"on_full\":\"error\""), "{json}");
         assert!(VmSpec::from_toml(&format!("{text}on_full = \"stop\"\n")).is_err());
+    }
+
+    #[test]
+    fn a_disk_that_waits_for_storage_is_told_so_and_needs_a_disk_of_ours() {
+        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"/d\"\n";
+        let usual = VmSpec::from_toml(text).unwrap();
+        assert!(usual.disks[0].on_error.fails());
+        let json = serde_json::to_string(&usual).unwrap();
+        assert!(!json.contains("on_error"), "older hosts do not know it");
+        let mut chosen = VmSpec::from_toml(&format!("{text}on_error = \"wait\"\n")).unwrap();
+        let refused = chosen.check_boots().unwrap_err().to_string();
+        assert!(refused.contains("on_error = \"wait\""), "{refused}");
+        chosen.set_hardware(Some(2));
+        assert!(chosen.check_boots().is_ok());
     }
 
     #[test]
