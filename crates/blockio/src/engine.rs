@@ -316,8 +316,8 @@ impl Slot {
                 let whole = (range.end - range.start) as usize;
                 self.done = self.done.saturating_add(count);
                 if count == 0 && whole > 0 {
-                    // The image has become too short.
-                    return Next::Ended(Outcome::Failed(Errno::IO));
+                    // The image has become too short: nobody makes it longer by waiting.
+                    return Next::Ended(Outcome::Failed(Errno::NXIO));
                 }
                 self.go_on(whole)
             }

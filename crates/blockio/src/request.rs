@@ -139,6 +139,18 @@ impl Outcome {
     pub fn lacks_room(self) -> bool {
         matches!(self, Self::Failed(Errno::NOSPC | Errno::DQUOT))
     }
+
+    /// Whether the storage below failed it, which may be there again later: what the kernel says of devices and paths that are down. Blocks
+    /// that cannot be read for good are not among it, as far as it tells them apart.
+    pub fn storage_fails(self) -> bool {
+        let Self::Failed(error) = self else {
+            return false;
+        };
+        matches!(
+            error,
+            Errno::IO | Errno::NOLINK | Errno::TIMEDOUT | Errno::NODEV | Errno::REMOTEIO
+        )
+    }
 }
 
 /// For what a guest's requests wait that failed: they are carried out once more.
@@ -146,16 +158,17 @@ impl Outcome {
 pub struct Waits {
     /// Writes and what else changes the image, for room on its file system.
     pub for_room: bool,
-    /// Reads, too, for storage that ends them with an IO error.
+    /// Reads, too, for storage that fails.
     pub for_storage: bool,
 }
 
 impl Waits {
-    /// Whether a request that came to this waits. A flush never does: one that failed has been told of data that is lost.
-    pub fn keep(self, work: &Work, outcome: Outcome) -> bool {
-        let for_room = self.for_room && work.changes() && outcome.lacks_room();
-        let fails = outcome == Outcome::Failed(Errno::IO) && *work != Work::Flush;
-        for_room || self.for_storage && fails
+    /// Whether a request that came to this waits. No flush does, and nothing that failed to become durable: the kernel tells once that
+    /// data is lost, perhaps that of others, and what is tried again would seem to succeed.
+    pub fn keep(self, request: &Request, outcome: Outcome) -> bool {
+        let for_room = self.for_room && request.work.changes() && outcome.lacks_room();
+        let makes_durable = request.durable || request.work == Work::Flush;
+        for_room || self.for_storage && outcome.storage_fails() && !makes_durable
     }
 }
 
@@ -164,8 +177,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_waits_for_what_its_disk_is_told_to_wait_for_and_a_flush_for_nothing() {
-        let [room, storage] = [Errno::NOSPC, Errno::IO].map(Outcome::Failed);
+    fn a_request_waits_for_what_its_disk_is_told_to_wait_for_and_nothing_that_makes_durable() {
+        let [room, storage, path] = [Errno::NOSPC, Errno::IO, Errno::NOLINK].map(Outcome::Failed);
+        let of = |work: Work, durable: bool| Request {
+            durable,
+            ..Request::new(work, Data::None, 0, Instant::now())
+        };
         let (read, write) = (Work::Read(0..512), Work::Write(0..512));
         for (for_room, for_storage) in [(true, false), (false, true), (true, true), (false, false)]
         {
@@ -173,14 +190,23 @@ mod tests {
                 for_room,
                 for_storage,
             };
-            let kept = |work: &Work| [room, storage].map(|outcome| waits.keep(work, outcome));
-            assert_eq!(kept(&write), [for_room, for_storage]);
-            assert_eq!(kept(&read), [false, for_storage]);
-            assert_eq!(kept(&Work::Flush), [false, false]);
-            assert!(!waits.keep(&write, Outcome::Failed(Errno::BADF)));
-            assert!(
-                !waits.keep(&write, Outcome::Done) && !waits.keep(&write, Outcome::Unsupported)
-            );
+            let kept = |work: &Work, durable| {
+                let request = of(work.clone(), durable);
+                [room, storage, path].map(|outcome| waits.keep(&request, outcome))
+            };
+            assert_eq!(kept(&write, false), [for_room, for_storage, for_storage]);
+            assert_eq!(kept(&read, false), [false, for_storage, for_storage]);
+            assert_eq!(kept(&write, true), [for_room, false, false]);
+            assert_eq!(kept(&Work::Flush, false), [false; 3]);
+            let write = of(write.clone(), false);
+            for other in [
+                Outcome::Failed(Errno::NODATA),
+                Outcome::Failed(Errno::NXIO),
+                Outcome::Done,
+                Outcome::Unsupported,
+            ] {
+                assert!(!waits.keep(&write, other));
+            }
         }
     }
 }

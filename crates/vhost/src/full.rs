@@ -62,7 +62,7 @@ impl Device {
     /// Whether a request is to wait for room, and not to fail. Its queue may end, so it has to be somewhere then: nowhere but in
     /// the in-flight area.
     pub(crate) fn parks(&self, request: &Request, outcome: Outcome) -> bool {
-        self.waits.keep(&request.work, outcome) && self.may_park(queue_of(request.token))
+        self.waits.keep(request, outcome) && self.may_park(queue_of(request.token))
     }
 
     fn may_park(&self, number: u16) -> bool {
@@ -87,7 +87,10 @@ impl Device {
         }
         let full = &mut self.session.full;
         full.fails = fails;
-        full.since.entry(request.token).or_insert(now);
+        // Since the guest asked for it: an error may take its time.
+        full.since
+            .entry(request.token)
+            .or_insert(request.began.min(now));
         if full.probe == Some(request.token) {
             full.probe = None;
         }

@@ -187,7 +187,11 @@ impl Vm {
         let found = move || {
             let _ = inputs.send(Input::DiskMayHaveRoom { wait: number });
         };
-        match hyper.disks.watch_room(Arc::downgrade(&is_on), found) {
+        let fails = self.room.full.as_ref().is_some_and(|full| full.fails);
+        match hyper
+            .disks
+            .watch_room((Arc::downgrade(&is_on), fails), found)
+        {
             Ok(()) => {
                 self.room.wait = Some(Wait {
                     number,
@@ -263,7 +267,7 @@ impl Vm {
                 "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
             None => format!(
-                "disk-full: the guest is paused until its disks have room: make some, or move them with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
+                "disk-full: the guest is paused until its disks have room, or do what it asked again: make some, or move them with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
         })
     }

@@ -78,7 +78,11 @@ impl Filter for Statistics {
     }
 
     fn passes_up(&mut self, request: &Request, outcome: Outcome, now: Instant) -> bool {
-        if self.waits.keep(&request.work, outcome) {
+        if self.waits.keep(request, outcome) {
+            // What storage failed counts, also where it does it later: another host may have the better copy.
+            if !outcome.lacks_room() && !request.again {
+                add(&self.counts.faults, 1);
+            }
             return true;
         }
         let took = now.saturating_duration_since(request.began);
@@ -210,6 +214,32 @@ mod tests {
                 told.map(|counter| counter.load(Ordering::Relaxed)),
                 expected
             );
+        }
+    }
+
+    #[test]
+    fn what_waits_for_storage_that_failed_it_is_counted_as_a_fault_once() {
+        let waits = Waits {
+            for_room: true,
+            for_storage: true,
+        };
+        let statistics = Statistics::going_on(Arc::default(), waits);
+        let counts = statistics.counts();
+        let mut stack = Stack::new(vec![Box::new(statistics)], Keeps::default());
+        let now = Instant::now();
+        let mut request = Request::new(Work::Write(0..512), Data::None, 0, now);
+        for outcome in [Errno::IO, Errno::IO].map(Outcome::Failed) {
+            stack.submit(request, now);
+            let submitted = stack.bottom.0.pop().unwrap();
+            stack.completed(submitted, outcome, now);
+            request = stack.finished().unwrap().0.once_more();
+            let told = [
+                &counts.faults,
+                &counts.writes.requests,
+                &counts.writes.failed,
+            ];
+            let told = told.map(|counter| counter.load(Ordering::Relaxed));
+            assert_eq!(told, [1, 0, 0]);
         }
     }
 }

@@ -74,10 +74,11 @@ impl Disks {
         }
     }
 
-    /// Has `found` called once it is worth trying whether there is room again, unless `wait` was dropped before.
+    /// Has `found` called once it is worth trying whether there is room again, unless `wait` was dropped before. Of storage that `fails`
+    /// room tells nothing.
     pub(crate) fn watch_room(
         &self,
-        wait: Weak<()>,
+        (wait, fails): (Weak<()>, bool),
         found: impl FnOnce() + Send + 'static,
     ) -> io::Result<()> {
         let served = Arc::downgrade(&self.0);
@@ -89,7 +90,8 @@ impl Disks {
                 if is_over || served.has_ended.load(Ordering::SeqCst) {
                     return;
                 }
-                let has_more = has_more(&mut least, served.rooms()) || planted("room-not-awaited");
+                let has_more = !fails && has_more(&mut least, served.rooms());
+                let has_more = has_more || planted("room-not-awaited");
                 if has_more || Instant::now() >= until {
                     tracing::info!(has_more, "it is tried whether a full disk has room");
                     return found();
