@@ -226,6 +226,19 @@ mod tests {
         serde_json::from_str(&event.data).unwrap()
     }
 
+    /// So many bytes and where they are, in however many pieces they come.
+    async fn pieces(events: &mut EventStream, bytes: usize) -> (u64, Vec<u8>) {
+        let ConsolePiece {
+            from,
+            bytes: mut all,
+            ..
+        } = piece(events).await;
+        while all.len() < bytes {
+            all.extend(piece(events).await.bytes);
+        }
+        (from, all)
+    }
+
     #[tokio::test(flavor = "multi_thread")]
     async fn a_console_is_followed_from_a_place_on_until_its_vm_process_ends() {
         let served = Served::new().await;
@@ -244,12 +257,12 @@ mod tests {
         let bytes = b"root".to_vec();
         let typed = ConsoleTyped { bytes };
         controller.console_type(&web, &typed).await.unwrap();
-        let second = piece(&mut events).await;
-        assert_eq!((second.from, second.bytes.as_slice()), (6, &b"root\n"[..]));
+        let answer = (6, b"root\n".to_vec());
+        assert_eq!(pieces(&mut events, answer.1.len()).await, answer);
         let place = Some(first.place());
         let later = ConsoleQuery { place, host: None };
         let mut later = controller.console_events(&web, &later).await.unwrap();
-        assert_eq!(piece(&mut later).await, second);
+        assert_eq!(pieces(&mut later, answer.1.len()).await, answer);
         served.end("web");
         let last = events.next(LONG).await.unwrap().unwrap();
         assert_eq!(last.name, "error", "{last:?}");
