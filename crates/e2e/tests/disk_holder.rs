@@ -3,7 +3,7 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_site::{BYTES, LONG, Site, does_at, own};
+use disk_site::{BYTES, LONG, LOOK_EVERY, Site, does_at, own};
 use godwit_blockio::holder;
 use godwit_e2e::Host;
 use godwit_e2e::host::kill_qemu_of;
@@ -165,7 +165,7 @@ fn a_disk_whose_path_is_an_older_copy_on_the_other_host_does_not_change_hands() 
         .all(|known| known.taken != newest.taken)
     {
         ensure!(Instant::now() < deadline, "what it knows is not written");
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(LOOK_EVERY);
     }
     let begun = site.pair.try_begin(a, b, &Options::default())?.1;
     let why = format!("{:#}", begun.err().context("it began to move")?);

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use godwit_e2e::stack::disks::{describe, disk, goes_on_at, make_image, make_shared_image};
-use godwit_e2e::stack::{Plan, SOON, Stack, names};
+use godwit_e2e::stack::{CONTROLLER_DATABASE, Plan, SOON, Stack, names};
 use std::process::Command;
 
 /// Copies an image with what it says of itself, as a backup does, in the place of what has that name.
@@ -71,8 +71,8 @@ fn runs_on_a(stack: &Stack, image: &str) -> Result<()> {
 /// Whether the controller has written down that an image was taken so often.
 fn is_heard(stack: &Stack, taken: u64) -> Result<bool> {
     let wanted = format!("\"taken\":{taken}");
-    for file in ["controller.db", "controller.db-wal"] {
-        let path = stack.inside("controller", format!("/var/lib/godwit-controller/{file}"))?;
+    for suffix in ["", "-wal"] {
+        let path = stack.inside("controller", format!("{CONTROLLER_DATABASE}{suffix}"))?;
         let content = std::fs::read(path)?;
         if String::from_utf8_lossy(&content).contains(&wanted) {
             return Ok(true);

@@ -45,10 +45,10 @@ pub(crate) struct Image {
     pub life: u64,
     /// Where only one host has it: it went with a machine, or by a person's word.
     pub is_lost: bool,
-    /// A copy of it was put back, and was not opened yet.
-    is_put_back: bool,
     /// And a person has put it at this host, where nobody has opened it yet.
     pub brought_to: Option<MachineId>,
+    /// A copy of it was put back, and was not opened yet.
+    is_put_back: bool,
     /// Whose QEMU has it open, and under which generation.
     open: BTreeMap<MachineId, Generation>,
     /// The machine that wrote there last, while it knows that it did.

@@ -6,7 +6,7 @@
 use super::model::{MachineId, VmId};
 use super::world::Site;
 use godwit_ownership::HostRecord;
-use godwit_types::image::KnownImage;
+use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::site::{Claim, Standing};
 use godwit_types::{HostName, VmName};
 
@@ -54,14 +54,8 @@ impl Site {
     ) {
         let slot = &mut self.machines[at].slots[vm];
         slot.told = slot.told.max(told);
-        for said in images {
-            let is_news = slot
-                .known
-                .as_ref()
-                .is_none_or(|known| said.is_newer_than(known));
-            if is_news {
-                slot.known = Some(said);
-            }
-        }
+        let mut known: Vec<KnownImage> = slot.known.take().into_iter().collect();
+        take_newest(&mut known, images);
+        slot.known = known.pop();
     }
 }
