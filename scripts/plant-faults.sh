@@ -105,6 +105,7 @@ site() {
     site_case grants-before-hearing a_controller_that_was_just_started_grants_nothing_before_it_asked_every_host
     site_case believes-any-generation a_gift_at_the_end_of_all_generations_binds_no_host
     site_case misses-went-back a_host_that_forgot_a_word_which_it_acknowledged_is_an_old_copy
+    site_case former-machine-is-the-host a_restored_controller_gives_no_name_back_to_a_former_machine
 }
 
 site_case() {

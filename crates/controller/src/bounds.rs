@@ -195,6 +195,11 @@ fn table(host: &HostName, table: &SiteTable) -> Result<(), NotTaken> {
         let what = format!("{} VMs in its table, at most {ROWS_MAX}", table.vms.len());
         return Err(not_taken(host, what));
     }
+    let mut machines = table.hosts.iter().map(|site| site.machine_id.len());
+    if let Some(long) = machines.find(|long| *long > ID_LEN_MAX) {
+        let what = format!("a machine id of {long} bytes in its table, at most {ID_LEN_MAX}");
+        return Err(not_taken(host, what));
+    }
     let hosts = table.hosts.len().max(table.removed.len());
     if hosts > HOSTS_MAX {
         let what = format!("{hosts} hosts in its table, at most {HOSTS_MAX}");
@@ -288,6 +293,7 @@ fn shortened(mut text: String) -> String {
 mod tests {
     use super::*;
     use godwit_types::disk_activity::DiskActivity;
+    use godwit_types::site::SiteHost;
     use godwit_types::site::{Instance, SiteVm};
     use godwit_types::vm::DiskSpec;
 
@@ -356,5 +362,17 @@ mod tests {
             ..SiteTable::default()
         };
         told(removed).unwrap_err();
+        let machine = |long: usize| SiteTable {
+            hosts: vec![SiteHost {
+                name: HostName::new("b").unwrap(),
+                address: ([192, 0, 2, 1], 1).into(),
+                serial: String::new(),
+                counter: 1,
+                machine_id: "m".repeat(long),
+            }],
+            ..SiteTable::default()
+        };
+        told(machine(ID_LEN_MAX)).unwrap();
+        told(machine(ID_LEN_MAX + 1)).unwrap_err();
     }
 }

@@ -259,6 +259,11 @@ fn with_tellers(state: &State, hosts: &[HostName]) -> String {
         return "their answers".to_owned();
     }
     let shown = hosts.iter().take(STRANGERS_SHOWN * 4).map(|host| {
+        if let Some(teller) = state.book.tells_another_machine(host) {
+            return format!(
+                "{host} (another machine than is known here, by the table of {teller})"
+            );
+        }
         let tellers = state.book.told_by(host);
         match state.hosts.contains_key(host) || tellers.is_empty() {
             true => host.to_string(),
@@ -305,6 +310,28 @@ fn strangers_sentence(host: &HostName, named: &[HostName], too_many: bool) -> St
     format!(
         "records of host {host} name {}, which this controller never enrolled: no VM waits for it. If such a host was ever there, enrol it again, or, once it is powered off, run 'godwit host fenced HOST'; else host {host} is broken or lies: power it off and run 'godwit host remove {host} --confirm-unreachable'",
         listed(named)
+    )
+}
+
+/// What speaks for a host is not the host: `otherwise` says so where no table that is newer than this database knows another machine as it.
+fn life_sentence(state: &State, host: &HostName, otherwise: fn(&HostName) -> String) -> String {
+    let Some(teller) = state.book.tells_another_machine(host) else {
+        return otherwise(host);
+    };
+    format!(
+        "this controller's database was put back, and by what host {teller} has heard since another machine is host {host} than the one that speaks for it: power that one off and the other on; if the other is gone for good, run 'godwit host remove {host} --confirm-unreachable' once both are off; if host {teller} is wrong, power it off and run 'godwit host remove {teller} --confirm-unreachable'"
+    )
+}
+
+fn second_sentence(host: &HostName) -> String {
+    format!(
+        "two machines have the certificate of host {host}: power off the one that is not meant; when in doubt both, then run 'godwit host remove {host} --confirm-unreachable' and let one join anew"
+    )
+}
+
+fn old_copy_sentence(host: &HostName) -> String {
+    format!(
+        "the state directory of host {host} is an older copy of itself: it boots nothing, and its guests run on but cannot be moved; shut them down from inside, power it off, then run 'godwit host remove {host} --confirm-unreachable' and let it join anew with an empty state directory"
     )
 }
 
@@ -357,12 +384,8 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
             let found = unread.find(|unread| unread.table == table && unread.row == *row);
             found.map(UnreadRow::sentence).unwrap_or_default()
         }
-        Alarm::SecondInstance { host } => format!(
-            "two machines have the certificate of host {host}: power off the one that is not meant; when in doubt both, then run 'godwit host remove {host} --confirm-unreachable' and let one join anew"
-        ),
-        Alarm::OldCopy { host } => format!(
-            "the state directory of host {host} is an older copy of itself: it boots nothing, and its guests run on but cannot be moved; shut them down from inside, power it off, then run 'godwit host remove {host} --confirm-unreachable' and let it join anew with an empty state directory"
-        ),
+        Alarm::SecondInstance { host } => life_sentence(state, host, second_sentence),
+        Alarm::OldCopy { host } => life_sentence(state, host, old_copy_sentence),
         Alarm::FencedHostAnswered { host } => format!(
             "host {host} was said to be powered off and was not: look for VMs that ran twice with 'godwit vm list', then end this alarm with 'godwit site acknowledge'"
         ),

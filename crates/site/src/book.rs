@@ -196,6 +196,10 @@ pub struct HostRow {
     /// It was never off although a person said so; until a person acknowledges it.
     #[serde(default)]
     pub false_fence: bool,
+    /// Which machine it is was learned while this controller's database was an old copy: what tables tell as of this word, or an earlier
+    /// one, does not count. Over with the takeover.
+    #[serde(default, skip_serializing_if = "Stamp::is_before_all")]
+    pub machine_as_of: Stamp,
 }
 
 /// A change to be made durable.

@@ -147,6 +147,7 @@ impl HostSite {
         let others = update.hosts.iter().any(|host| host.name != self.me);
         self.table.had_second |= others;
         self.table.hosts = update.hosts;
+        self.table.hosts_at = update.stamp;
         self.table.removed = update.removed;
         self.table.vms.extend(update.vms);
         self.table.complete = self.table.complete.max(update.upto);

@@ -149,13 +149,14 @@ impl Book {
         asked: u64,
         news: &mut Vec<News>,
     ) {
-        self.note_went_back(host, heard, asked);
+        self.note_went_back(host, instance, heard, asked);
         self.meet(host, instance, news);
     }
 
     /// Which of a host's lives speaks, whenever that was composed: what it says of words may be overtaken.
     pub(crate) fn meet(&mut self, host: &HostName, instance: &Instance, news: &mut Vec<News>) {
         let standing = self.standing_of(host, instance);
+        let as_of = self.machine_is_new_as_of(host, instance);
         let keeps_fence = self.planted(Plant::FenceOutlivesHearing);
         let is_starting = self.is_starting();
         let Some(book) = self.hosts.get_mut(host) else {
@@ -190,6 +191,10 @@ impl Book {
             book.site.counter = instance.counter;
             book.site.machine_id.clone_from(&instance.machine_id);
             changed = true;
+            if let Some(as_of) = as_of {
+                book.row.machine_as_of = as_of;
+                self.must_be_read_again(host);
+            }
         }
         if changed {
             self.unwritten.hosts.insert(host.clone());
@@ -200,7 +205,9 @@ impl Book {
     }
 
     /// A host that has acknowledged a word and was asked afterwards knows it, or its state directory was put back.
-    fn note_went_back(&mut self, host: &HostName, heard: Stamp, asked: u64) {
+    ///
+    /// Another machine that speaks in its place, without a person's word, says nothing of that directory.
+    fn note_went_back(&mut self, host: &HostName, instance: &Instance, heard: Stamp, asked: u64) {
         if self.planted(Plant::OldCopyBoots) {
             return;
         }
@@ -208,7 +215,10 @@ impl Book {
         let Some(book) = self.hosts.get_mut(host) else {
             return;
         };
-        if heard < book.row.heard && asked > book.knew_at && !book.row.went_back && !misses {
+        let known = &book.row.instance.machine_id;
+        let is_another = !known.is_empty() && *known != instance.machine_id && !book.row.fenced;
+        let is_older = heard < book.row.heard && asked > book.knew_at && !is_another;
+        if is_older && !book.row.went_back && !misses {
             book.row.went_back = true;
             self.unwritten.hosts.insert(host.clone());
         }
@@ -238,7 +248,12 @@ impl Book {
         let Some(book) = self.hosts.get(host) else {
             return Standing::Removed;
         };
-        let known = &book.row.instance;
+        let told = self.other_machine(host).map(|other| other.life());
+        let known = told.as_ref().unwrap_or(&book.row.instance);
+        // Tables do not tell boots.
+        let is_told = told
+            .as_ref()
+            .is_some_and(|told| told.machine_id == instance.machine_id);
         if self.planted(Plant::OldCopyBoots) {
             return Standing::Known;
         }
@@ -257,7 +272,7 @@ impl Book {
         match instance.counter.cmp(&known.counter) {
             std::cmp::Ordering::Greater => Standing::Known,
             std::cmp::Ordering::Less => Standing::OldCopy,
-            std::cmp::Ordering::Equal if instance == known => Standing::Known,
+            std::cmp::Ordering::Equal if instance == known || is_told => Standing::Known,
             std::cmp::Ordering::Equal => Standing::SecondInstance,
         }
     }

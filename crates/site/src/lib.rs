@@ -42,6 +42,7 @@ mod gift;
 mod grant;
 mod hear;
 mod images;
+mod machines;
 pub mod plant;
 mod refusal;
 mod resolve;

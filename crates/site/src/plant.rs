@@ -55,6 +55,8 @@ named! {
         BelievesAnyGeneration => "believes-any-generation",
         /// A state directory that went back within one life of its agent is not noticed.
         MissesWentBack => "misses-went-back",
+        /// A database from before a host got another machine gives its name back to the former one.
+        FormerMachineIsHost => "former-machine-is-the-host",
     }
 }
 
@@ -73,6 +75,7 @@ impl Plant {
         Plant::GrantsUnheard,
         Plant::MissesWentBack,
         Plant::BelievesAnyGeneration,
+        Plant::FormerMachineIsHost,
     ];
 
     /// Faults that the simulator judges.

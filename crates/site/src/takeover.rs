@@ -6,6 +6,7 @@
 
 use crate::book::Book;
 use crate::hear::{News, PLAUSIBLE_EPOCHS, PLAUSIBLE_NUMBER, Ticket, is_plausible};
+use crate::machines::Machines;
 use crate::plant::Plant;
 use crate::refusal::Refusal;
 use godwit_types::site::{SiteHost, SiteTable, SiteVm, Stamp, Standing, WholeSurvey};
@@ -27,6 +28,8 @@ pub(crate) enum Charge {
         candidate: Stamp,
         /// Hosts that were read whole at that word.
         read: BTreeSet<HostName>,
+        /// Which machines hosts are by tables that are newer than this database.
+        machines: Machines,
     },
     /// Hosts took its words, and then heard one of a later epoch: another controller has taken over from this one. It does
     /// not take that back, or two controllers would do so in turns.
@@ -37,7 +40,7 @@ pub(crate) enum Charge {
 }
 
 impl Charge {
-    fn restored(heard: Stamp, host: &HostName) -> Self {
+    fn restored(heard: Stamp, host: &HostName, machines: Machines) -> Self {
         let candidate = Stamp {
             epoch: heard.epoch.saturating_add(1),
             number: 0,
@@ -47,6 +50,7 @@ impl Charge {
             said_by: BTreeSet::from([host.clone()]),
             candidate,
             read: BTreeSet::new(),
+            machines,
         }
     }
 }
@@ -164,7 +168,12 @@ impl Book {
         if self.charge == Charge::Held && !self.planted(Plant::OldFenceCounts) {
             self.forget_fences();
         }
-        self.charge = Charge::restored(heard, host);
+        // What a table told that cannot be read again, since its host is off by now, counts on.
+        let machines = match &mut self.charge {
+            Charge::Restored { machines, .. } => std::mem::take(machines),
+            Charge::Held | Charge::Replaced { .. } => Machines::default(),
+        };
+        self.charge = Charge::restored(heard, host, machines);
         let host = host.clone();
         news.push(News::RestoredCopy { heard, host });
     }
@@ -188,7 +197,13 @@ impl Book {
         self.forget_strangers_of(host);
         let nobody_else = match &mut self.charge {
             Charge::Held => false,
-            Charge::Restored { said_by, read, .. } => {
+            Charge::Restored {
+                said_by,
+                read,
+                machines,
+                ..
+            } => {
+                machines.forget(host);
                 said_by.remove(host);
                 said_by.is_empty() && read.iter().all(|one| one == host)
             }
@@ -208,7 +223,10 @@ impl Book {
             return Vec::new();
         };
         let known = self.hosts.keys();
-        let missing = known.filter(|host| !read.contains(*host) && !self.is_fenced(host));
+        let missing = known.filter(|host| {
+            let is_over = read.contains(*host) || self.is_fenced(host);
+            !is_over || self.other_machine(host).is_some()
+        });
         let strangers = self.strangers.keys();
         let unknown =
             strangers.filter(|host| !self.is_fenced(host) && !self.removed.contains(*host));
@@ -224,7 +242,10 @@ impl Book {
             return None;
         };
         let hosts = self.hosts.keys();
-        let unread = hosts.filter(|host| !read.contains(*host) && !self.is_fenced(host));
+        let unread = hosts.filter(|host| {
+            let is_read = read.contains(*host) && self.other_machine(host).is_none();
+            !is_read && !self.is_fenced(host)
+        });
         Some(Takeover {
             stamp: *candidate,
             hosts: unread.cloned().collect(),
@@ -258,6 +279,10 @@ impl Book {
         whole: WholeSurvey,
     ) -> Vec<News> {
         let mut news = Vec::new();
+        if !self.hosts.contains_key(host) {
+            // It was removed while it was read: nobody would take back what it tells.
+            return news;
+        }
         let now = self.next();
         self.meet_asked(
             host,
@@ -274,6 +299,9 @@ impl Book {
             }
         }
         self.learn_table(host, &whole.table);
+        self.learn_machines(host, at, &whole.table);
+        // Its own table, too, may tell that another machine is the host.
+        self.meet(host, &whole.instance, &mut news);
         for vm in &whole.unread {
             // It may hold what it cannot read: nobody else gets the VM before it has said no.
             let entry = self.vms.entry(vm.clone()).or_default();
@@ -347,6 +375,7 @@ impl Book {
         }
         self.stamp = candidate;
         self.charge = Charge::Held;
+        self.forget_since_when();
         let vms: Vec<_> = self.vms.keys().cloned().collect();
         self.word();
         for vm in vms {

@@ -4,9 +4,10 @@
 mod common;
 
 use common::{enrolled, host};
-use godwit_site::{Book, Heard, HostRow, Surveyed, Takeover};
+use godwit_site::{Book, Heard, HostRow, Row, Surveyed, Takeover};
 use godwit_types::site::{
-    Claim, Instance, RecordSaid, SiteHeard, SiteTable, SiteVm, Stamp, SurveyAnswer, WholeSurvey,
+    Claim, Instance, RecordSaid, SiteHeard, SiteHost, SiteTable, SiteVm, Stamp, Standing,
+    SurveyAnswer, WholeSurvey,
 };
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
@@ -196,4 +197,229 @@ fn a_migration_of_this_book_is_no_hearsay_whoever_is_heard_first() {
         assert_eq!(entry.holder, Some(host("b")));
         assert!(!entry.hearsay, "destination first: {destination_first}");
     }
+}
+
+/// A table by which host b is such a machine, as of a word.
+fn table_of_b(machine: &str, counter: u64, number: u64) -> SiteTable {
+    SiteTable {
+        hosts: vec![SiteHost {
+            counter,
+            machine_id: machine.to_owned(),
+            ..enrolled("b")
+        }],
+        hosts_at: Stamp { epoch: 0, number },
+        ..SiteTable::default()
+    }
+}
+
+fn lies_of_b(machine: &str) -> SiteTable {
+    table_of_b(machine, 1 << 40, 1 << 20)
+}
+
+/// A machine speaks as a host, which is read whole.
+fn powers_on(book: &mut Book, (of, machine): (&str, &str), counter: u64) {
+    let instance = Instance {
+        counter,
+        boot_id: counter.to_string(),
+        ..life(machine)
+    };
+    let (ticket, at) = (book.ask(), book.takeover().unwrap().stamp);
+    let whole = WholeSurvey {
+        instance,
+        table: SiteTable {
+            stamp: at,
+            ..SiteTable::default()
+        },
+        records: Vec::new(),
+        unread: Default::default(),
+    };
+    book.take_whole(&host(of), at, ticket, whole);
+}
+
+#[test]
+fn a_table_that_lies_of_a_machine_locks_no_host_out_once_its_teller_is_gone() {
+    let (mut book, takeover) = restored_by_x();
+    let at = takeover.stamp;
+    read(&mut book, "a", at, SiteTable::default(), Vec::new());
+    read(&mut book, "b", at, SiteTable::default(), Vec::new());
+    read(&mut book, "x", at, lies_of_b("nobody's"), Vec::new());
+    read(&mut book, "b", at, SiteTable::default(), Vec::new());
+    assert_eq!(book.waits_for(), [host("b")]);
+    assert_eq!(book.tells_another_machine(&host("b")), Some(&host("x")));
+    book.lose(&host("x"));
+    drop(book.remove(&host("x"), true).unwrap());
+    read(&mut book, "b", at, SiteTable::default(), Vec::new());
+    assert_eq!(book.finish_takeover(), Ok(true));
+}
+
+#[test]
+fn a_former_machine_is_not_the_host_by_an_everyday_word_that_the_host_is_off() {
+    let (mut book, takeover) = restored_by_x();
+    let at = takeover.stamp;
+    read(&mut book, "a", at, SiteTable::default(), Vec::new());
+    read(
+        &mut book,
+        "x",
+        at,
+        table_of_b("other", 7, 1 << 10),
+        Vec::new(),
+    );
+    book.lose(&host("b"));
+    book.fence(&host("b")).unwrap();
+    assert_eq!(book.waits_for(), [host("b")], "it may come back as either");
+    powers_on(&mut book, ("b", "b"), 5);
+    assert_eq!(book.standing(&host("b")), Standing::SecondInstance);
+    powers_on(&mut book, ("b", "other"), 7);
+    assert_eq!(book.finish_takeover(), Ok(true));
+}
+
+/// Hosts b's row, as it is to be written.
+fn row_of_b(book: &mut Book) -> HostRow {
+    let batch = book.take_unwritten();
+    let mut rows = batch.rows().iter().filter_map(|row| match row {
+        Row::Host(of, row) if *of == host("b") => Some(row.clone()),
+        _ => None,
+    });
+    rows.next().expect("it is written")
+}
+
+#[test]
+fn a_machine_that_was_made_a_host_stays_it_for_older_tables_and_after_a_restart() {
+    for (machine, by_a_table) in [("third", false), ("other", true)] {
+        let (mut book, takeover) = restored_by_x();
+        let at = takeover.stamp;
+        read(&mut book, "a", at, SiteTable::default(), Vec::new());
+        if by_a_table {
+            read(
+                &mut book,
+                "x",
+                at,
+                table_of_b(machine, 7, 1 << 10),
+                Vec::new(),
+            );
+        } else {
+            read(&mut book, "x", at, table_of_b("b", 1, 1 << 10), Vec::new());
+            book.lose(&host("b"));
+            book.fence(&host("b")).unwrap();
+        }
+        powers_on(&mut book, ("b", machine), 8);
+        powers_on(&mut book, ("b", machine), 8);
+        assert_eq!(book.standing(&host("b")), Standing::Known, "{machine}");
+        let row = row_of_b(&mut book);
+        // Another life of the controller reads an older table first.
+        let (mut book, takeover) = restored_by_x();
+        let at = takeover.stamp;
+        book.load_host(enrolled("b"), row);
+        read(&mut book, "a", at, SiteTable::default(), Vec::new());
+        read(&mut book, "x", at, table_of_b("b", 1, 1 << 9), Vec::new());
+        powers_on(&mut book, ("b", machine), 9);
+        assert_eq!(book.finish_takeover(), Ok(true), "{machine}");
+        let row = row_of_b(&mut book);
+        assert_eq!(
+            row.machine_as_of,
+            Stamp::default(),
+            "an older build reads it"
+        );
+    }
+}
+
+#[test]
+fn a_host_that_the_database_forgot_is_the_machine_that_tables_tell() {
+    let (mut book, takeover) = restored_by_x();
+    let at = takeover.stamp;
+    for name in ["a", "b"] {
+        read(&mut book, name, at, SiteTable::default(), Vec::new());
+    }
+    let mut table = table_of_b("other", 7, 1 << 10);
+    table.complete = table.hosts_at;
+    table.hosts[0].name = host("new");
+    read(&mut book, "x", at, table, Vec::new());
+    assert_eq!(book.to_enrol().len(), 1);
+    book.add_host(enrolled("new"), HostRow::default());
+    powers_on(&mut book, ("new", "former"), 9);
+    assert_eq!(book.standing(&host("new")), Standing::SecondInstance);
+    assert_eq!(book.waits_for(), [host("new")]);
+    powers_on(&mut book, ("new", "other"), 7);
+    assert_eq!(book.finish_takeover(), Ok(true));
+}
+
+#[test]
+fn a_host_that_was_removed_while_it_was_read_tells_nothing() {
+    let (mut book, takeover) = restored_by_x();
+    for name in ["a", "b"] {
+        read(
+            &mut book,
+            name,
+            takeover.stamp,
+            SiteTable::default(),
+            Vec::new(),
+        );
+    }
+    book.lose(&host("x"));
+    drop(book.remove(&host("x"), true).unwrap());
+    let before = book.may_hold(&web());
+    let from = host("b");
+    let generation = Generation(9);
+    let lies = vec![said(web(), 9, Claim::Promised { generation, from })];
+    read(&mut book, "x", takeover.stamp, lies_of_b("nobody's"), lies);
+    assert_eq!(book.may_hold(&web()), before);
+    assert_eq!(book.tells_another_machine(&host("b")), None);
+}
+
+#[test]
+fn a_host_whose_removal_was_not_written_is_read_again() {
+    let (mut book, takeover) = restored_by_x();
+    for name in ["a", "b"] {
+        read(
+            &mut book,
+            name,
+            takeover.stamp,
+            SiteTable::default(),
+            Vec::new(),
+        );
+    }
+    read(
+        &mut book,
+        "x",
+        takeover.stamp,
+        lies_of_b("nobody's"),
+        Vec::new(),
+    );
+    book.lose(&host("x"));
+    let removal = book.remove(&host("x"), true).unwrap();
+    book.not_removed(removal);
+    assert!(book.waits_for().contains(&host("x")));
+}
+
+#[test]
+fn a_clone_that_knows_no_word_makes_no_older_copy_of_its_host() {
+    let (mut book, _) = web_on_a();
+    let stamp = book.stamp();
+    let knows = SiteHeard {
+        stamp,
+        complete: stamp,
+    };
+    book.updated(&host("b"), Standing::Known, knows);
+    let ticket = book.ask();
+    let heard = Heard {
+        instance: life("clone"),
+        knows: SiteHeard::default(),
+        records: Vec::new(),
+    };
+    book.hear(&host("b"), ticket, heard);
+    assert_eq!(book.standing(&host("b")), Standing::SecondInstance);
+    hear(&mut book, "b", Vec::new());
+    assert_eq!(book.standing(&host("b")), Standing::Known);
+}
+
+#[test]
+fn no_table_is_as_new_as_the_takeover_that_reads_it() {
+    let (mut book, takeover) = restored_by_x();
+    let at = takeover.stamp;
+    let later = SiteTable {
+        hosts_at: at,
+        ..lies_of_b("nobody's")
+    };
+    read(&mut book, "x", at, later, Vec::new());
+    assert_eq!(book.tells_another_machine(&host("b")), None);
 }

@@ -8,8 +8,8 @@ use common::{enrolled, host};
 use godwit_site::plant::Plant;
 use godwit_site::{Book, Heard, HostRow, HostSite, Judged, Refusal, Surveyed};
 use godwit_types::site::{
-    Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteTable, SiteVm, Stamp, Standing,
-    SurveyAnswer,
+    Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteTable, SiteVm, Stamp,
+    Standing, SurveyAnswer, WholeSurvey,
 };
 use godwit_types::{Generation, VmName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -411,4 +411,94 @@ fn a_host_that_counts_as_off_is_granted_nothing_and_permitted_nothing_before_it_
     );
     let permitted = book.permit_migration(&web(), &host("a"), &host("b"));
     assert!(permitted.is_err(), "{permitted:?}");
+}
+
+/// What is read of a host for a takeover at the word `at`.
+fn whole(instance: Instance, table: SiteTable, at: Stamp) -> WholeSurvey {
+    WholeSurvey {
+        instance,
+        records: Vec::new(),
+        unread: BTreeSet::new(),
+        table: SiteTable { stamp: at, ..table },
+    }
+}
+
+fn read(book: &mut Book, of: &str, instance: Instance, table: SiteTable) {
+    let at = book.takeover().expect("it works on an old copy").stamp;
+    let ticket = book.ask();
+    book.take_whole(&host(of), at, ticket, whole(instance, table, at));
+}
+
+/// What a host's table has of two hosts as of a word.
+fn table_of(hosts: [(&str, &Instance); 2], at: Stamp) -> SiteTable {
+    let site = |(name, life): (&str, &Instance)| SiteHost {
+        counter: life.counter,
+        machine_id: life.machine_id.clone(),
+        ..enrolled(name)
+    };
+    SiteTable {
+        hosts: hosts.map(site).into(),
+        hosts_at: at,
+        complete: at,
+        ..SiteTable::default()
+    }
+}
+
+#[test]
+fn a_restored_controller_gives_no_name_back_to_a_former_machine() {
+    let lives = |machine: &str, counter: u64| Instance {
+        counter,
+        boot_id: format!("{machine}-{counter}"),
+        machine_id: machine.to_owned(),
+    };
+    let (a, former, is_host) = (lives("a", 1), lives("b", 4), lives("other", 3));
+    let mut book = Book::default();
+    book.plant = planted();
+    for (name, life) in [("a", &a), ("b", &lives("b", 1))] {
+        book.add_host(enrolled(name), HostRow::default());
+        let ticket = book.ask();
+        let heard = Heard {
+            instance: life.clone(),
+            knows: SiteHeard::default(),
+            records: Vec::new(),
+        };
+        book.hear(&host(name), ticket, heard);
+    }
+    // Since this database another machine was let be b, and host a has heard of it.
+    let later = Stamp {
+        epoch: 0,
+        number: book.stamp().number + 5,
+    };
+    let knows = SiteHeard {
+        stamp: later,
+        complete: later,
+    };
+    let heard = Heard {
+        instance: a.clone(),
+        knows,
+        records: Vec::new(),
+    };
+    let ticket = book.ask();
+    book.hear(&host("a"), ticket, heard);
+    // The former one is powered on again, and read first.
+    read(&mut book, "b", former.clone(), SiteTable::default());
+    let table = table_of([("a", &a), ("b", &is_host)], later);
+    read(&mut book, "a", a, table);
+    assert_eq!(book.waits_for(), [host("b")]);
+    assert!(book.finish_takeover().is_err());
+    assert_eq!(book.tells_another_machine(&host("b")), Some(&host("a")));
+    read(&mut book, "b", former.clone(), SiteTable::default());
+    assert_eq!(book.standing(&host("b")), Standing::SecondInstance);
+    assert!(book.finish_takeover().is_err());
+
+    read(&mut book, "b", is_host, SiteTable::default());
+    assert_eq!(book.finish_takeover(), Ok(true));
+    let ticket = book.ask();
+    let heard = Heard {
+        instance: former,
+        knows,
+        records: Vec::new(),
+    };
+    book.hear(&host("b"), ticket, heard);
+    assert_eq!(book.standing(&host("b")), Standing::SecondInstance);
 }

@@ -39,6 +39,13 @@ pub struct Stamp {
     pub number: u64,
 }
 
+impl Stamp {
+    /// Whether it is before every word that a controller says.
+    pub fn is_before_all(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 impl fmt::Display for Stamp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.epoch, self.number)
@@ -290,6 +297,9 @@ pub struct SiteTable {
     pub complete: Stamp,
     /// Hosts that are enrolled.
     pub hosts: Vec<SiteHost>,
+    /// The word as of which `hosts` is so; tables of earlier builds do not say it.
+    #[serde(default, skip_serializing_if = "Stamp::is_before_all")]
+    pub hosts_at: Stamp,
     /// Whether the site ever had a second host.
     pub had_second: bool,
     /// Hosts that were removed.

@@ -109,7 +109,7 @@ impl Site {
         }
     }
 
-    /// A table that was never told: other holders, other generations, VMs that were deleted.
+    /// A table that was never told: other holders, other generations, VMs that were deleted, other machines.
     fn falsify(&mut self, table: &mut SiteTable) {
         let holder = self.any_name();
         let near = table.vms.values().map(|row| row.held).max();
@@ -120,6 +120,14 @@ impl Site {
             row.holder = Some(holder.clone());
             row.may_hold = [holder.clone()].into();
             row.deleted = self.rng.chance(200);
+        }
+        if self.rng.chance(300) {
+            let machine = self.rng.index(self.machines.len());
+            table.hosts_at.number = self.rng.below(1 << 41);
+            for host in &mut table.hosts {
+                host.machine_id = format!("machine-{machine}");
+                host.counter = self.rng.below(8);
+            }
         }
     }
 

@@ -129,6 +129,7 @@ impl Book {
         self.hosts.insert(host.clone(), book);
         // Nobody knows whether its row is there.
         self.unwritten.hosts.insert(host.clone());
+        self.must_be_read_again(&host);
         for gone in vms {
             let entry = self.vms.entry(gone.vm.clone()).or_default();
             let named = entry.highest;
