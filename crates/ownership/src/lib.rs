@@ -96,6 +96,7 @@ mod ended;
 mod event;
 mod image;
 mod ledger;
+mod own_images;
 mod owner;
 mod peer;
 mod permit;
@@ -117,6 +118,9 @@ pub use ended::End;
 pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason, Status, Timer};
 pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageRecord, ImageRefusal};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
+pub use own_images::{
+    CopyEnd, Described, FormerEnd, FormerImage, ImageNumbers, Is, NotedImage, is_overtaken,
+};
 pub use peer::PEERS_REACH;
 pub use permit::RunPermit;
 pub use record::{Handover, HostRecord, Phase, Power, RECORD_FORMAT, RecordError};

@@ -1,12 +1,12 @@
 //! Removal of an image that is no disk any more: of the very one, and of nothing that took its place.
 //!
-//! What is noted of it may be an old copy, file systems give a number again to the next file, and devices may have others after a boot. So what the
-//! image says of itself decides; device and inode do where it says nothing. Owns nothing. Refuses: another file, and, until that is known, one that
-//! may be another; and a block device, which is whoever made it's to remove: it is not even looked at.
+//! Which file it is, is judged by what was noted of it ([`godwit_ownership::NotedImage`]). Owns nothing. Refuses: another file, and, until that is
+//! known, one that may be another; and a block device, which is whoever made it's to remove: it is not even looked at.
 
 use super::entry::{Entry, Found};
 use crate::image::readable_record;
 use godwit_blockio::holder;
+use godwit_ownership::{Is, NotedImage};
 use godwit_types::image::KnownImage;
 use std::io;
 use std::os::fd::AsFd as _;
@@ -22,15 +22,6 @@ pub(super) struct Former<'a> {
     pub image: (u64, u64),
     /// What this host knew of it, if it is the one that it knew.
     pub known: Option<&'a KnownImage>,
-}
-
-/// What a file is that has its name.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Is {
-    It,
-    Another,
-    /// It may be either.
-    Unknown,
 }
 
 /// Whether an image of this identity ([`godwit_qemu::disk::identity_of`]) is a block device: no file has number 0.
@@ -98,19 +89,15 @@ impl Former<'_> {
             Some(_) => said_by(entry)?,
             None => None,
         };
-        Ok(match (says, self.known) {
-            (Some(says), Some(known)) if is_same(&says, known) => Is::It,
-            (Some(_), Some(_)) => Is::Another,
-            _ if found == self.image => Is::It,
-            _ if found.1 == self.image.1 => Is::Unknown,
-            _ => Is::Another,
-        })
+        Ok(self.noted().compare(found, says.as_ref()))
     }
-}
 
-/// Under which generation counts for nothing: a hypervisor that goes on under a later one takes the image no other time.
-fn is_same(says: &KnownImage, known: &KnownImage) -> bool {
-    (&says.image, says.taken) == (&known.image, known.taken)
+    pub(super) fn noted(&self) -> NotedImage<'_> {
+        NotedImage {
+            image: self.image,
+            known: self.known,
+        }
+    }
 }
 
 /// What a file says of the disk whose image it is; nothing where it says nothing that can be read.

@@ -9,13 +9,14 @@
 
 use super::devices;
 use super::entry::{Entry, Found};
-use super::former::{Former, Is, is_device, said_by, tell_left};
+use super::former::{Former, is_device, said_by, tell_left};
 use super::images::remove;
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
+use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is};
 use godwit_store::{load_json, save_json};
 use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -91,10 +92,19 @@ fn settle_copying(what: &mut ServedDisks, described: Option<&[DiskSpec]>) -> Res
         return Ok(());
     };
     let path = &copying.path;
-    let mut disks = described.into_iter().flatten();
-    let is_described = disks.any(|disk| disk.path == *path);
-    if is_described || !copying.is_surely_none(what) {
-        if !is_described && described.is_some() && copying.was_taken_since() {
+    let is_it = |disk: &DiskSpec| disk.path == *path;
+    let described = match described {
+        Some(disks) if disks.iter().any(is_it) => Described::AsDisk,
+        Some(_) => Described::Otherwise,
+        None => Described::Nowhere,
+    };
+    let end = CopyEnd::judge(
+        described,
+        || copying.is_surely_none(what),
+        || copying.was_taken_since(),
+    );
+    match end {
+        CopyEnd::Refused => {
             let why = format!(
                 "disk '{}' was moved to {path} after the state directory of this VM was copied, which was put back since: name {path} as the disk's 'path' in the VM's description, and start it then",
                 copying.disk
@@ -102,22 +112,13 @@ fn settle_copying(what: &mut ServedDisks, described: Option<&[DiskSpec]>) -> Res
             what.copying = Some(copying);
             return Err(why);
         }
-        if !is_described && copying.has_its_name() != Some(Is::Another) {
-            tracing::error!(
-                "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
-            );
-        }
-        if !remove(Path::new(&copying.beside)) {
-            let beside = &copying.beside;
-            tracing::warn!("{beside} is left there: nobody needs it");
-        }
-        return Ok(());
-    }
-    match copying.out_of_reach() {
-        Some(left) => what.left.extend(left),
-        None if copying.remove(what) => {}
-        // It stays noted, and until it can be removed no other disk of the VM moves.
-        None => what.copying = Some(copying),
+        CopyEnd::Forgotten => copying.forget(described),
+        CopyEnd::Removed => match copying.out_of_reach() {
+            Some(left) => what.left.extend(left),
+            None if copying.remove(what) => {}
+            // It stays noted, and until it can be removed no other disk of the VM moves.
+            None => what.copying = Some(copying),
+        },
     }
     Ok(())
 }
@@ -247,9 +248,16 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
     let disks = what.disks.clone();
     what.left.retain(|left| {
         let is_disk = disks.iter().any(|disk| disk.path == left.path);
-        let is_guard = is_device(left.image) && !left.disk.is_empty() && !is_disk;
-        let stays = !left.followed || is_guard;
-        stays || !(is_disk || left.former().remove())
+        let former = FormerImage {
+            followed: left.followed,
+            is_disk,
+            is_guarded: is_device(left.image) && !left.disk.is_empty(),
+        };
+        match former.judge() {
+            FormerEnd::Stays => true,
+            FormerEnd::Forgotten => false,
+            FormerEnd::Removed => !left.former().remove(),
+        }
     });
 }
 
@@ -318,12 +326,25 @@ impl Copying {
         })
     }
 
-    /// Whether what has its name says that it was taken for a disk since: a move ends so.
+    /// Whether what has its name says that it was taken for a disk since.
     fn was_taken_since(&self) -> bool {
         let says = Entry::at(Path::new(&self.path)).and_then(|entry| said_by(&entry));
-        let (says, known) = (says.ok().flatten(), self.known.as_ref());
-        says.zip(known)
-            .is_some_and(|(says, known)| says.image == known.image && says.taken > known.taken)
+        let says = says.ok().flatten();
+        self.former()
+            .is_some_and(|former| former.noted().was_taken_since(says.as_ref()))
+    }
+
+    /// It may be a disk by now: only the name is removed that no disk ever has.
+    fn forget(&self, described: Described) {
+        let (path, beside) = (&self.path, &self.beside);
+        if described != Described::AsDisk && self.has_its_name() != Some(Is::Another) {
+            tracing::error!(
+                "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
+            );
+        }
+        if !remove(Path::new(beside)) {
+            tracing::warn!("{beside} is left there: nobody needs it");
+        }
     }
 
     /// Whether that is it; nothing where it cannot be told now.

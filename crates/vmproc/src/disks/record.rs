@@ -11,7 +11,6 @@ use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_qemu::strays::Stray;
 use godwit_store::{StoreError, load_json, remove_document, save_json};
-use godwit_types::image::KnownImage;
 use godwit_types::vm::VmSpec;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -66,16 +65,11 @@ pub(super) fn of_living(
     }
 }
 
-/// Whether what is found in the state directory knows of a later image of one of its disks: a version of Godwit that writes there alone was
-/// here since.
+/// Whether what is found in the state directory is of the same QEMU, and knows of a later image of one of its disks.
 fn is_overtaken(living: &ServedDisks, found: Option<&ServedDisks>) -> bool {
-    let is_later = |known: &KnownImage| {
-        let before = living.known_image(&known.disk);
-        before.is_none_or(|before| before.taken < known.taken)
-    };
     found.is_some_and(|found| {
         let is_of_it = (found.launch, found.ram) == (living.launch, living.ram);
-        is_of_it && found.known.iter().any(is_later)
+        is_of_it && godwit_ownership::is_overtaken(&living.known, &found.known)
     })
 }
 

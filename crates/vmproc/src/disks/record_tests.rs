@@ -5,7 +5,7 @@ use crate::disks::Disks;
 use crate::testing::{FakeQemu, Site};
 use godwit_guestmem::RamFile;
 use godwit_types::Generation;
-use godwit_types::image::ImageId;
+use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::vm::DiskSpec;
 use std::sync::Arc;
 
