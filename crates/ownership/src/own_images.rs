@@ -39,6 +39,14 @@ impl NotedImage<'_> {
         }
     }
 
+    /// Whether a file in the place of a disk's image is that one, by whomever it was taken since, and no older copy of it.
+    pub fn is_there(&self, found: ImageNumbers, says: Option<&KnownImage>) -> bool {
+        match (says, self.known) {
+            (Some(says), Some(known)) => says.image == known.image && says.taken >= known.taken,
+            _ => found == self.image,
+        }
+    }
+
     /// Whether a file that says this of itself was taken for a disk since it was noted: a move ends so.
     pub fn was_taken_since(&self, says: Option<&KnownImage>) -> bool {
         says.zip(self.known)
@@ -110,7 +118,9 @@ pub enum FormerEnd {
 }
 
 impl FormerImage {
-    pub fn judge(self) -> FormerEnd {
+    /// `disk_is_there` tells whether the disk has the image that is noted as its own ([`NotedImage::is_there`]): where that was lost, or an older
+    /// copy was put in its place, the former one may be the best that is left.
+    pub fn judge(self, disk_is_there: impl FnOnce() -> bool) -> FormerEnd {
         match self {
             Self {
                 followed: false, ..
@@ -119,6 +129,7 @@ impl FormerImage {
             Self {
                 is_guarded: true, ..
             } => FormerEnd::Stays,
+            _ if !disk_is_there() => FormerEnd::Stays,
             _ => FormerEnd::Removed,
         }
     }
@@ -162,6 +173,10 @@ mod tests {
         assert_eq!(noted.compare((1, 10), None), Is::It);
         assert_eq!(noted.compare((2, 10), None), Is::Unknown);
         assert_eq!(noted.compare((1, 11), None), Is::Another);
+        assert!(noted.is_there((2, 11), Some(&known(7, 4))));
+        assert!(!noted.is_there((1, 10), Some(&known(7, 2))));
+        assert!(!noted.is_there((1, 10), Some(&known(8, 3))));
+        assert!(noted.is_there((1, 10), None) && !noted.is_there((2, 10), None));
         assert!(noted.was_taken_since(Some(&known(7, 4))));
         assert!(!noted.was_taken_since(Some(&known(7, 3))));
         assert!(!noted.was_taken_since(Some(&known(8, 4))));
@@ -185,28 +200,29 @@ mod tests {
     }
 
     #[test]
-    fn a_former_image_goes_once_the_description_follows_and_no_disk_has_its_path() {
+    fn a_former_image_goes_once_the_description_follows_and_the_disk_has_its_image() {
         let former = FormerImage {
             followed: true,
             is_disk: false,
             is_guarded: false,
         };
-        assert_eq!(former.judge(), FormerEnd::Removed);
+        assert_eq!(former.judge(|| true), FormerEnd::Removed);
+        assert_eq!(former.judge(|| false), FormerEnd::Stays);
         let guarded = FormerImage {
             is_guarded: true,
             ..former
         };
-        assert_eq!(guarded.judge(), FormerEnd::Stays);
+        assert_eq!(guarded.judge(|| true), FormerEnd::Stays);
         let is_disk = FormerImage {
             is_disk: true,
             ..former
         };
-        assert_eq!(is_disk.judge(), FormerEnd::Forgotten);
+        assert_eq!(is_disk.judge(|| false), FormerEnd::Forgotten);
         let unfollowed = FormerImage {
             followed: false,
             ..is_disk
         };
-        assert_eq!(unfollowed.judge(), FormerEnd::Stays);
+        assert_eq!(unfollowed.judge(|| true), FormerEnd::Stays);
     }
 
     #[test]

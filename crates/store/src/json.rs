@@ -11,6 +11,7 @@ use crate::error::StoreError;
 use crate::files::{Files, RealFiles, directory_of, replace_durably};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Longest document, in bytes.
@@ -101,6 +102,17 @@ pub fn remove_document(path: &Path) -> Result<(), StoreError> {
     RealFiles
         .sync_dir(dir)
         .map_err(|e| StoreError::io("make durable", dir, false, e))
+}
+
+/// Makes the document that is found at `path` durable, or that there is none. Whoever wrote it may have died before it was.
+pub fn sync_document(path: &Path) -> Result<(), StoreError> {
+    let dir = directory_of(path);
+    let synced = match RealFiles.sync_file(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        synced => synced.map_err(|error| (path, error)),
+    };
+    let synced = synced.and_then(|()| RealFiles.sync_dir(dir).map_err(|error| (dir, error)));
+    synced.map_err(|(what, error)| StoreError::io("make durable", what, true, error))
 }
 
 fn check_size(path: &Path, size: u64) -> Result<(), StoreError> {

@@ -92,6 +92,15 @@ impl Former<'_> {
         Ok(self.noted().compare(found, says.as_ref()))
     }
 
+    /// Whether its file is there, by whomever it was taken since.
+    pub(super) fn is_there(&self) -> io::Result<bool> {
+        let (found, entry) = Entry::looked_at(self.path)?;
+        Ok(match found {
+            Found::File(found) => self.noted().is_there(found, said_by(&entry)?.as_ref()),
+            Found::Nothing | Found::Other => false,
+        })
+    }
+
     pub(super) fn noted(&self) -> NotedImage<'_> {
         NotedImage {
             image: self.image,

@@ -98,6 +98,15 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         return;
     };
     devices::note(paths, &what, true);
+    // What a disk was being copied to is known to be none only while the disk has its image.
+    if let Err(why) = settle_moves(paths, None) {
+        tracing::warn!(why, "what moves of the VM's disks left is not removed");
+    }
+    let what = load_json::<ServedDisks>(&paths.disks());
+    // Whoever looks again tries again.
+    let Ok(Some(what)) = what.map(|what| what.filter(|what| what.copying.is_none())) else {
+        return;
+    };
     if let Err(error) = note_went_on(paths, &what, migration) {
         tracing::warn!(%error, "copies that earlier migrations left at other hosts may stay there");
     }

@@ -23,6 +23,7 @@ use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
 use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free};
+use godwit_store::sync_document;
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
@@ -349,11 +350,12 @@ impl Served {
         self.remove_former();
     }
 
-    /// Writes down again what the disks are, where what is written may be something else.
+    /// Writes down again what the disks are, where what is written may be something else. What a predecessor wrote may be readable without being
+    /// durable.
     fn make_certain(&self) -> Result<(), ApiError> {
         match self.must_save.load(Ordering::SeqCst) {
             true => self.change(|_| ()),
-            false => Ok(()),
+            false => sync_document(&self.paths.disks()).map_err(internal),
         }
     }
 

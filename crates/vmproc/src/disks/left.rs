@@ -17,7 +17,7 @@ use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is};
-use godwit_store::{load_json, save_json};
+use godwit_store::{StoreError, load_json, save_json, sync_document};
 use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
@@ -79,6 +79,8 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
         what.left
             .retain(|left| !(left.followed && is_device(left.image)));
     }
+    // What is read of it may be gone after a power cut, and another image be the disk then.
+    sync_document(&paths.disks()).map_err(|error| error.to_string())?;
     let settled = settle_copying(&mut what, described);
     remove_left(&mut what);
     save(paths, &what)?;
@@ -227,10 +229,23 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
         }
     }
     if *spec != before {
-        save_json(&paths.spec(), spec).map_err(|error| error.to_string())?;
+        save_spec(paths, spec, before).map_err(|error| error.to_string())?;
         reached("disk-move.followed");
     }
     Ok(())
+}
+
+/// Writes a description that was changed. Where that fails it is what it was before, so that whoever looks again changes and writes it again.
+pub(super) fn save_spec(
+    paths: &Paths,
+    spec: &mut VmSpec,
+    before: VmSpec,
+) -> Result<(), StoreError> {
+    let saved = save_json(&paths.spec(), spec);
+    if saved.is_err() {
+        *spec = before;
+    }
+    saved
 }
 
 /// Has a description say where its disk is now; whether it said something else.
@@ -243,17 +258,18 @@ pub(super) fn says_where(described: &mut DiskSpec, now: &DiskSpec) -> bool {
     is_elsewhere
 }
 
-/// Removes what nothing needs any more; what could not be removed stays noted, and so does a block device.
+/// Removes what nothing needs any more; what could not be removed stays noted, and so do a block device and what may be the best that is left
+/// of a disk.
 pub(super) fn remove_left(what: &mut ServedDisks) {
-    let disks = what.disks.clone();
+    let now = what.clone();
     what.left.retain(|left| {
-        let is_disk = disks.iter().any(|disk| disk.path == left.path);
+        let is_disk = now.disks.iter().any(|disk| disk.path == left.path);
         let former = FormerImage {
             followed: left.followed,
             is_disk,
             is_guarded: is_device(left.image) && !left.disk.is_empty(),
         };
-        match former.judge() {
+        match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
             FormerEnd::Forgotten => false,
             FormerEnd::Removed => !left.former().remove(),
@@ -262,6 +278,30 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
 }
 
 impl Left {
+    /// Whether the disk that had this image has the one that is noted as its own; so that nothing is removed beside an older copy of that. A VM that is
+    /// not here has none.
+    fn disk_is_there(&self, what: &ServedDisks) -> bool {
+        let mut all = what.disks.iter().zip(&what.images);
+        let Some((disk, image)) = all.find(|(disk, _)| disk.name == self.disk) else {
+            return true;
+        };
+        let now = Former {
+            disk: &disk.name,
+            path: Path::new(&disk.path),
+            image: *image,
+            known: what.known_image(&disk.name),
+        };
+        let is_there = is_device(*image) || now.is_there().unwrap_or(false);
+        if !is_there {
+            let (disk, path, now) = (&self.disk, &self.path, &disk.path);
+            tracing::error!(
+                disk,
+                "its former image {path} is left alone: {now} is not the image that the disk had last, or an older copy of it"
+            );
+        }
+        is_there
+    }
+
     fn former(&self) -> Former<'_> {
         Former {
             disk: &self.disk,
@@ -287,10 +327,8 @@ impl Copying {
                 image: **image,
                 known: what.known_image(&disk.name),
             };
-            let looked = Entry::looked_at(former.path);
-            let is = looked.and_then(|(found, entry)| former.compare(found, &entry));
-            // A device is not compared.
-            is.is_ok_and(|is| is == Is::It)
+            // A device is not compared; what was taken since that is not written down yet is it all the same.
+            former.is_there().unwrap_or(false)
         };
         !meant.is_empty() && meant.iter().all(is_there)
     }

@@ -214,6 +214,7 @@ fn a_disk_that_was_described_otherwise_since_is_left_as_described() {
     let mut dead = Dead::with(&["old", "new"], |dead, what| {
         what.left = vec![dead.left("old")];
         what.disks[0].path = dead.path("new");
+        what.images = vec![dead.identity("new")];
     });
     dead.spec.disks[0].path = dead.path("third");
     let third = dead.path("third");
@@ -226,6 +227,7 @@ fn what_became_a_disk_again_is_not_removed_whatever_is_noted_of_it() {
         what.left = vec![dead.left("old"), dead.left("new")];
         what.copying = Some(dead.copying(Some("new")));
         what.disks[0].path = dead.path("new");
+        what.images = vec![dead.identity("new")];
     });
     let new = dead.path("new");
     assert_eq!(dead.settled(), (vec!["new".to_owned()], new));
@@ -423,6 +425,69 @@ fn a_block_device_that_went_along_with_its_vm_is_forgotten_there_or_not() {
         assert!(!dead.paths.disks().exists(), "{files:?}");
         assert_eq!(Path::new(&dead.path("old")).exists(), !files.is_empty());
     }
+}
+
+/// A VM whose disk has moved, and whose description does not say so yet.
+fn moved_unfollowed() -> Dead {
+    Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old")];
+        what.disks[0].path = dead.path("new");
+        what.images = vec![dead.identity("new")];
+    })
+}
+
+#[test]
+fn a_former_image_stays_until_the_description_is_written() {
+    let mut dead = moved_unfollowed();
+    let next = format!("{}.new", dead.paths.spec().display());
+    std::fs::create_dir(&next).unwrap();
+    for _ in 0..2 {
+        settle_moves(&dead.paths, Some(&mut dead.spec)).unwrap_err();
+        assert!(Path::new(&dead.path("old")).exists());
+    }
+    std::fs::remove_dir(next).unwrap();
+    let new = dead.path("new");
+    assert_eq!(dead.settled(), (vec!["new".to_owned()], new.clone()));
+    let written: VmSpec = load_json(&dead.paths.spec()).unwrap().unwrap();
+    assert_eq!(written.disks[0].path, new);
+}
+
+#[test]
+fn a_former_image_stays_where_the_disks_image_is_gone_or_an_older_copy() {
+    for is_older in [false, true] {
+        let mut dead = moved_unfollowed();
+        let (old, new) = (dead.path("old"), dead.path("new"));
+        if is_older {
+            let mut what = dead.written();
+            what.known = vec![say(Path::new(&new), 4)];
+            save_json(&dead.paths.disks(), &what).unwrap();
+            say(Path::new(&new), 3);
+        } else {
+            std::fs::remove_file(&new).unwrap();
+        }
+        assert!(dead.settled().0.contains(&"old".to_owned()), "{is_older}");
+        assert_eq!(dead.written().left.len(), 1);
+        // Once the disk is what it was last, it is removed as before.
+        std::fs::write(&new, "image").unwrap();
+        let mut what = dead.written();
+        what.images = vec![dead.identity("new")];
+        what.known = vec![say(Path::new(&new), 4)];
+        save_json(&dead.paths.disks(), &what).unwrap();
+        assert!(!dead.settled().0.contains(&"old".to_owned()));
+        assert!(!Path::new(&old).exists());
+    }
+}
+
+#[test]
+fn an_image_that_was_not_whole_is_removed_also_where_its_vm_has_left() {
+    let migration = godwit_types::MigrationId::new("m-1").unwrap();
+    let dead = Dead::with(&["old", "new"], |dead, what| {
+        what.copying = Some(dead.copying(Some("new")));
+        what.leaving = Some(migration.clone());
+    });
+    super::super::images::leave(&dead.paths, &migration);
+    assert!(!Path::new(&dead.path("old")).exists());
+    assert!(!Path::new(&dead.path("new")).exists());
 }
 
 #[test]

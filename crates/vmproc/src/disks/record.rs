@@ -5,7 +5,7 @@
 //! The second one is written last. A process that dies in between leaves one that is older by one step, of which nothing was done yet; its successor goes on
 //! from that one, once the first says the same again. Owns both files. Refuses: a second one that cannot be read, or is older by more.
 
-use super::left::says_where;
+use super::left::{save_spec, says_where};
 use super::served::{Served, ServedDisks};
 use crate::adoption::lock;
 use crate::files::Paths;
@@ -146,13 +146,14 @@ fn is_same(one: &ServedDisks, other: &ServedDisks) -> bool {
 /// Has the description say where the disks of a QEMU that lives are, where the state directory is from when they were elsewhere: the
 /// description is that directory's, too.
 fn describe_living(paths: &Paths, what: &ServedDisks, spec: &mut VmSpec) -> Result<(), StoreError> {
+    let before = spec.clone();
     let mut is_changed = false;
     for described in &mut spec.disks {
         let now = what.disks.iter().find(|disk| disk.name == described.name);
         is_changed |= now.is_some_and(|now| says_where(described, now));
     }
     match is_changed {
-        true => save_json(&paths.spec(), spec),
+        true => save_spec(paths, spec, before),
         false => Ok(()),
     }
 }
