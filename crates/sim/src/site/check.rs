@@ -176,6 +176,12 @@ impl Site {
                     self.shown(vm)
                 ));
             }
+            if let Some(at) = hosts.into_iter().find(|at| self.keeps_half_made(*at, vm)) {
+                let (host, name) = (self.label(at), &self.vms[vm]);
+                return Err(format!(
+                    "healed, but half an image of {name} stays at {host}"
+                ));
+            }
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 use super::faults::SiteFault;
 use super::jobs::Job;
 use super::model::{Ask, Caller, Happening, MachineId, NameId, Packet, Place, Reply, Report, VmId};
+use super::own_files::Store;
 use super::run::SitePlant;
 use super::world::Site;
 use godwit_ownership::Event;
@@ -35,6 +36,8 @@ pub(crate) struct Database {
     pub fenced_strangers: BTreeSet<HostName>,
     pub exists: BTreeSet<VmId>,
     pub moves: BTreeMap<MigrationId, Move>,
+    /// Where disks are that only their VMs' hosts have, copied from these.
+    pub places: BTreeMap<VmId, Store>,
 }
 
 /// A change of the database that is not the book's.
@@ -435,9 +438,10 @@ impl Site {
         };
         let of = &mut self.controllers[controller];
         match (purpose, reply) {
-            (Purpose::Poll(ticket), Reply::Heard(heard, reports)) => {
+            (Purpose::Poll(ticket), Reply::Heard(heard, reports, places)) => {
                 of.polled.remove(&name);
                 self.hear_host(controller, name, ticket, heard, reports);
+                self.follow_places(controller, name, &places);
             }
             (Purpose::Update, Reply::Updated(you, knows)) => {
                 let host = self.names[name].clone();

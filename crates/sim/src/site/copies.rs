@@ -5,8 +5,8 @@
 
 use super::coverage::DiskCase;
 use super::jobs::Kind;
-use super::model::{Exempt, Machine, MachineId, NameId, VmId};
-use super::own_files::{Content, File, Files, OwnDisk};
+use super::model::{Backup, Exempt, Machine, MachineId, NameId, VmId};
+use super::own_files::{Content, File, Files, OwnDisk, Store};
 use super::world::Site;
 use godwit_ownership::HostRecord;
 use godwit_site::Whereabouts;
@@ -18,15 +18,25 @@ impl Site {
     }
 
     /// Whether all is there that the VM's guest was told is durable.
-    fn is_newest(&self, vm: VmId, content: Content) -> bool {
+    pub(crate) fn is_newest(&self, vm: VmId, content: Content) -> bool {
         let image = &self.images[vm];
-        content.life == image.life && content.written >= image.acknowledged
+        !content.is_part && content.life == image.life && content.written >= image.acknowledged
     }
 
-    /// What is on the file that is a host's own, under whichever name.
-    fn content_at(&self, at: MachineId, vm: VmId) -> Option<Content> {
+    /// What is on the newest file that is a host's own, under whichever name, and where that is.
+    fn found_at(&self, at: MachineId, vm: VmId) -> Option<(Option<Store>, Content)> {
         let slot = &self.machines[at].slots[vm];
-        slot.own.theirs(self.may_run(at, vm))
+        let all = slot.own.theirs(self.may_run(at, vm));
+        let whole = all.filter(|(_, file)| !file.content.is_part);
+        let newest = whole.max_by_key(|(_, file)| {
+            let content = file.content;
+            (self.is_newest(vm, content), content.life, content.written)
+        });
+        newest.map(|(place, file)| (place, file.content))
+    }
+
+    fn content_at(&self, at: MachineId, vm: VmId) -> Option<Content> {
+        self.found_at(at, vm).map(|(_, content)| content)
     }
 
     fn may_run(&self, at: MachineId, vm: VmId) -> Option<Generation> {
@@ -92,14 +102,27 @@ impl Site {
             return;
         };
         self.images[vm].brought_to = None;
+        if self.is_old_word_of_second(at, vm) {
+            self.disk_case(DiskCase::SecondTakenByOldState);
+            return self.goes_on_from(at, vm);
+        }
+        if found.is_part {
+            let (host, name) = (self.label(at), &self.vms[vm]);
+            return self.violated(format!(
+                "{host} runs {name} on a half-made image: {found:?}"
+            ));
+        }
         if self.is_newest(vm, found) {
             self.images[vm].is_lost = false;
+            self.images[vm].put_back_at = None;
             return;
         }
         let resolved = self.guests[vm].may_go_back_at == Some(at);
         // One that bears no record is taken as it is.
         let knew = bore_record && self.knew_of_newer(at, vm, found);
-        let excused = resolved || self.images[vm].is_lost && !knew || self.is_exempt(vm);
+        let image = &self.images[vm];
+        let is_lost = image.is_lost || image.put_back_at == Some(at);
+        let excused = resolved || is_lost && !knew || self.is_exempt(vm);
         if !excused {
             if let Some(why) = self.exemption(at, vm) {
                 self.exempt(vm, why);
@@ -121,6 +144,13 @@ impl Site {
         self.goes_on_from(at, vm);
     }
 
+    /// A state directory from before a move does not know that what has the disk's name there by now is a second image that was being filled.
+    fn is_old_word_of_second(&self, at: MachineId, vm: VmId) -> bool {
+        let machine = &self.machines[at];
+        let file = machine.slots[vm].own.image();
+        machine.is_old && file.is_some_and(|file| file.never_disk)
+    }
+
     /// A machine that wrote there last, and has written down that it did, does not go on with an older copy.
     fn knew_of_newer(&self, at: MachineId, vm: VmId, found: Content) -> bool {
         let image = &self.images[vm];
@@ -133,17 +163,21 @@ impl Site {
     /// What the file has is the disk from now on, and no other file is, whatever was written there later.
     fn goes_on_from(&mut self, at: MachineId, vm: VmId) {
         let life = self.next_number();
-        let Some(file) = self.own(at, vm).files.image.as_mut() else {
+        let Some(file) = self.own(at, vm).image_mut() else {
             return;
         };
-        file.content.life = life;
-        file.durable.life = life;
+        file.never_disk = false;
+        for content in [&mut file.content, &mut file.durable] {
+            content.life = life;
+            content.is_part = false;
+        }
         let (written, openings) = (file.content.written, file.content.openings);
         let image = &mut self.images[vm];
         image.life = life;
         image.acknowledged = written;
         image.openings = openings;
         image.is_lost = false;
+        image.put_back_at = None;
         image.writer = None;
     }
 
@@ -164,9 +198,14 @@ impl Site {
     /// The guest writes, and has it made durable at times.
     pub(crate) fn works_on_own(&mut self, at: MachineId, vm: VmId) {
         let (number, flushes) = (self.next_number(), self.rng.chance(500));
+        // Nobody serves it before what it is is written.
+        if !self.make_certain(at, vm) {
+            return;
+        }
+        let place = self.served_place(at, vm);
         let own = self.own(at, vm);
         let known = own.notes.known.as_ref().map(|known| known.taken);
-        let Some(file) = own.files.image.as_mut() else {
+        let Some(file) = own.files.images[place].as_mut() else {
             return;
         };
         file.content.written = number;
@@ -183,6 +222,7 @@ impl Site {
             image.writer = is_known.then_some(at);
             self.coverage.flushes += 1;
         }
+        self.works_on_second(at, vm, flushes);
     }
 
     /// A start was refused for the image: a person looks, at some time.
@@ -205,6 +245,7 @@ impl Site {
         let all = (0..self.machines.len()).filter(|m| !self.machines[*m].is_clone);
         let best = all.filter_map(|machine| found(self, machine));
         let best = best.max_by_key(|(is_newest, written, _)| (*is_newest, *written));
+        let best = best.or_else(|| self.came_unnamed(vm));
         let is_there = best.is_some_and(|(is_newest, ..)| is_newest);
         let image = &self.images[vm];
         if !is_there && image.acknowledged > 0 && !image.is_lost {
@@ -220,6 +261,10 @@ impl Site {
                 "person: {host} gets an image for {vm}, its own {is_here}, all of it {is_there}"
             )
         });
+        let own = self.found_at(at, vm).filter(|_| is_here);
+        if let Some(place) = own.and_then(|(place, _)| place) {
+            self.describe_at(at, vm, place);
+        }
         let life = self.images[vm].life;
         let empty = Content {
             life,
@@ -237,10 +282,40 @@ impl Site {
         self.images[vm].brought_to = Some(at);
     }
 
-    /// A file that bears no record.
+    /// What came of a disk somewhere and has the name under which it came: a person looks there last.
+    fn came_unnamed(&self, vm: VmId) -> Option<(bool, u64, Content)> {
+        let slots = self.machines.iter().map(|machine| &machine.slots[vm]);
+        let mut files = slots.flat_map(|slot| slot.own.files.beside.values());
+        let found = files.find(|file| self.is_newest(vm, file.content))?;
+        Some((true, found.content.written, found.content))
+    }
+
+    /// A start was refused, since the disk is elsewhere by now: the person who reads it describes it there.
+    pub(super) fn describe_as_told(&mut self, at: MachineId, vm: VmId) {
+        let copying = self.own(at, vm).notes.copying.as_ref();
+        if let Some(place) = copying.map(|copying| copying.to)
+            && (!self.is_faulty || self.rng.chance(100))
+        {
+            self.describe_at(at, vm, place);
+        }
+    }
+
+    /// A person describes the VM with its disk in this place.
+    fn describe_at(&mut self, at: MachineId, vm: VmId, place: Store) {
+        let own = self.own(at, vm);
+        if own.described != place {
+            self.disk_case(DiskCase::DescribedAnew);
+        }
+        let own = self.own(at, vm);
+        own.described = place;
+        own.spec = place;
+    }
+
+    /// A file that bears no record, where the disk is described.
     fn put_image(&mut self, at: MachineId, vm: VmId, content: Content, is_let_go: bool) {
         let id = self.next_number();
-        self.own(at, vm).files.image = Some(File {
+        let own = self.own(at, vm);
+        own.files.images[own.described] = Some(File {
             id,
             content,
             durable: content,
@@ -258,7 +333,8 @@ impl Site {
             others.any(|other| self.has_newest(other, vm) && self.runs_at(other, vm));
         if !is_held && is_elsewhere && self.rng.chance(300) {
             self.note(|w| format!("person: the file at {} is moved away", w.label(at)));
-            self.own(at, vm).files.image = None;
+            let own = self.own(at, vm);
+            own.files.images[own.described] = None;
         }
     }
 
@@ -279,6 +355,8 @@ impl Site {
             life,
             ..Content::default()
         };
+        self.own(at, vm).is_deleted = true;
+        self.describe_at(at, vm, 0);
         self.put_image(at, vm, content, false);
     }
 
@@ -286,7 +364,8 @@ impl Site {
     pub(crate) fn restore_own(&mut self, vm: VmId) -> bool {
         let lives = self.machines.iter().any(|m| m.slots[vm].qemu.is_some());
         let older = |own: &OwnDisk| {
-            let (copy, image) = (own.copy.as_ref()?, own.files.image.as_ref()?);
+            let (place, copy) = own.copy.as_ref()?;
+            let image = own.files.images[*place].as_ref()?;
             Some(copy.content.written < image.content.written)
         };
         let mut machines = 0..self.machines.len();
@@ -302,9 +381,12 @@ impl Site {
             )
         });
         let id = self.next_number();
+        self.images[vm].put_back_at = Some(at);
         self.losing(at, |w| {
             let own = w.own(at, vm);
-            own.files.image = own.copy.clone().map(|copy| File { id, ..copy });
+            if let Some((place, copy)) = own.copy.clone() {
+                own.files.images[place] = Some(File { id, ..copy });
+            }
         });
         true
     }
@@ -313,11 +395,12 @@ impl Site {
         self.note(|w| format!("copies of the images of {} are kept", w.vms[vm]));
         for machine in &mut self.machines {
             let own = &mut machine.slots[vm].own;
-            own.copy.clone_from(&own.files.image);
-            if let Some(copy) = &mut own.copy {
+            own.copy = own.image().cloned().map(|file| (own.notes.place, file));
+            if let Some((_, copy)) = &mut own.copy {
                 copy.durable = copy.content;
                 copy.durable_record.clone_from(&copy.record);
                 copy.came_with = None;
+                copy.filled_as = None;
             }
         }
     }
@@ -351,6 +434,7 @@ impl Site {
     pub(crate) fn put_files_back(&mut self, at: MachineId, files: Vec<Files>) {
         for (slot, files) in self.machines[at].slots.iter_mut().zip(files) {
             slot.own.files = files;
+            slot.own.has_stray = true;
         }
     }
 
@@ -413,7 +497,13 @@ impl Site {
         let names = 0..self.names.len();
         let mut names = names.filter(|name| book.is_enrolled(&self.names[*name]));
         let has_it = names.find(|name| self.has_newest(self.address[*name], vm));
-        if has_it.is_some() {
+        if let Some(name) = has_it {
+            let found = self.found_at(self.address[name], vm);
+            // With the description that fits.
+            if let Some(place) = found.and_then(|(place, _)| place) {
+                let places = &mut self.controllers[controller].db.places;
+                places.insert(vm, place);
+            }
             return has_it.filter(|name| named.is_none_or(|named| named == *name));
         }
         let name = named.or_else(|| self.any_answering(controller))?;
@@ -442,7 +532,8 @@ impl Site {
     /// A machine joins anew: the files of disks that it had may be there still, or be gone.
     pub(crate) fn join_with_files(&mut self, at: MachineId, joins: Machine) {
         let slots = &self.machines[at].slots;
-        let has_any = slots.iter().any(|slot| slot.own.files.image.is_some());
+        let mut images = slots.iter().flat_map(|slot| &slot.own.files.images);
+        let has_any = images.any(Option::is_some);
         let mut files: Vec<Files> = Vec::new();
         if has_any && self.rng.chance(500) {
             let slots = &self.machines[at].slots;
@@ -454,5 +545,20 @@ impl Site {
         });
         self.forgets_what_it_wrote(at);
         self.is_gone(at);
+    }
+
+    /// Keeps a copy of a machine's state directory.
+    pub(crate) fn back_up(&mut self, at: MachineId) {
+        let machine = &mut self.machines[at];
+        let records = machine.slots.iter().map(|s| s.journal.durable.clone());
+        machine.backup = Some(Backup {
+            records: records.collect(),
+            known: machine.slots.iter().map(|s| s.known.clone()).collect(),
+            notes: machine.slots.iter().map(|s| s.own.kept.clone()).collect(),
+            described: machine.slots.iter().map(|s| s.own.described).collect(),
+            files: machine.slots.iter().map(|s| s.own.files.clone()).collect(),
+            table: machine.table.clone(),
+            counter: machine.counter,
+        });
     }
 }

@@ -13,5 +13,13 @@ named! {
         RemovesUnconfirmed => "image-removed-unconfirmed",
         /// What came with a migration that failed is taken for what comes with the next.
         UsesFailedCopy => "failed-copy-used",
+        /// A disk goes on with its second image before its record says so.
+        SwitchesBeforeRecord => "disk-switched-before-record",
+        /// What a disk was being copied to is taken for its disk at the next start.
+        TakesHalfMade => "half-made-image-taken",
+        /// The former image is removed before the record of the second one is durable.
+        RemovesFormerEarly => "former-image-removed-early",
+        /// A controller has hosts start VMs with the disk where it was once told that it is.
+        OverrulesPlace => "controller-overrules-place",
     }
 }

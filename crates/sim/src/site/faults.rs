@@ -2,7 +2,7 @@
 //!
 //! Each seed allows its own subset, so that rare combinations are not drowned. Works on the site.
 
-use super::model::{Backup, Cut, Happening, Machine, MachineId, Slot};
+use super::model::{Backup, Cut, Happening, Machine, MachineId, Slot, VmId};
 use super::world::Site;
 use godwit_ownership::{Event, Power, StateName};
 
@@ -171,25 +171,27 @@ impl Site {
     fn is_handing_over(&self) -> bool {
         let slots = self.machines.iter().flat_map(|m| &m.slots);
         let mut cores = slots.filter_map(|s| s.process.as_ref());
-        cores.any(|p| {
-            matches!(
-                p.core.state_name(),
-                StateName::Stopping
-                    | StateName::LastPages
-                    | StateName::Devices
-                    | StateName::AwaitingReady
-                    | StateName::Gave
-                    | StateName::InDoubt
-                    | StateName::Ready
-                    | StateName::ReadyInDoubt
-            )
-        })
+        let mut moving = self.machines.iter().flat_map(|m| &m.slots);
+        moving.any(|slot| slot.own.going.is_some())
+            || cores.any(|p| {
+                matches!(
+                    p.core.state_name(),
+                    StateName::Stopping
+                        | StateName::LastPages
+                        | StateName::Devices
+                        | StateName::AwaitingReady
+                        | StateName::Gave
+                        | StateName::InDoubt
+                        | StateName::Ready
+                        | StateName::ReadyInDoubt
+                )
+            })
     }
 
     fn strike(&mut self, fault: SiteFault) -> bool {
         let at = self.rng.index(self.machines.len());
         let vm = self.rng.index(self.vms.len());
-        let at = self.fitting(fault, at, vm);
+        let (at, vm) = self.fitting(fault, at, vm);
         let until = self.now + 200 + self.rng.below(6000);
         match fault {
             SiteFault::KillAgent => self.kill_agent(at),
@@ -251,7 +253,10 @@ impl Site {
     }
 
     /// Faults of a QEMU and its guest strike where there is one.
-    fn fitting(&self, fault: SiteFault, at: MachineId, vm: usize) -> MachineId {
+    fn fitting(&mut self, fault: SiteFault, at: MachineId, vm: VmId) -> (MachineId, VmId) {
+        if let Some(found) = self.any_disk_move().filter(|_| self.rng.chance(500)) {
+            return found;
+        }
         let needs_guest = matches!(
             fault,
             SiteFault::KillQemu
@@ -264,7 +269,7 @@ impl Site {
         );
         let mut machines = 0..self.machines.len();
         let found = machines.find(|m| self.machines[*m].slots[vm].qemu.is_some());
-        found.filter(|_| needs_guest).unwrap_or(at)
+        (found.filter(|_| needs_guest).unwrap_or(at), vm)
     }
 
     pub(crate) fn kill_agent(&mut self, at: MachineId) -> bool {
@@ -397,8 +402,11 @@ impl Site {
     }
 
     fn wipe_run(&mut self, at: MachineId) -> bool {
+        // Not both directories at once: nothing would tell of what a guest has.
+        self.keep_again(at);
         for slot in &mut self.machines[at].slots {
             slot.process = None;
+            slot.own.living = None;
         }
         self.kill_agent(at)
     }
@@ -434,20 +442,6 @@ impl Site {
         true
     }
 
-    /// Keeps a copy of a machine's state directory.
-    pub(crate) fn back_up(&mut self, at: MachineId) {
-        let machine = &mut self.machines[at];
-        let records = machine.slots.iter().map(|s| s.journal.durable.clone());
-        machine.backup = Some(Backup {
-            records: records.collect(),
-            known: machine.slots.iter().map(|s| s.known.clone()).collect(),
-            notes: machine.slots.iter().map(|s| s.own.notes.clone()).collect(),
-            files: machine.slots.iter().map(|s| s.own.files.clone()).collect(),
-            table: machine.table.clone(),
-            counter: machine.counter,
-        });
-    }
-
     fn put_back(&mut self, at: MachineId, backup: Backup) {
         let machine = &mut self.machines[at];
         for (slot, record) in machine.slots.iter_mut().zip(backup.records) {
@@ -458,7 +452,15 @@ impl Site {
             slot.known = known;
         }
         for (slot, notes) in machine.slots.iter_mut().zip(backup.notes) {
-            slot.own.notes = notes;
+            let serves = slot.process.is_some() && slot.qemu.is_some();
+            if !serves {
+                slot.own.notes.clone_from(&notes);
+            }
+            slot.own.kept = notes;
+            slot.own.unsure = None;
+        }
+        for (slot, described) in machine.slots.iter_mut().zip(backup.described) {
+            slot.own.described = described;
         }
         machine.table = backup.table;
         machine.counter = backup.counter;
@@ -498,15 +500,19 @@ impl Site {
         if machine.is_clone || !fits || !self.kill_agent(at) {
             return false;
         }
-        let slots = self.machines[at].slots.iter();
-        let notes: Vec<_> = slots.map(|slot| slot.own.notes.clone()).collect();
         self.put_back(at, backup);
-        for (slot, notes) in self.machines[at].slots.iter_mut().zip(notes) {
+        // What is written of disks is written again once the agent asks for it.
+        for slot in &mut self.machines[at].slots {
             if let Some(process) = &slot.process {
                 let record = Some(process.core.record().clone());
                 slot.journal.seen.clone_from(&record);
                 slot.journal.durable = record;
-                slot.own.notes = notes;
+            }
+        }
+        if self.rng.chance(500) {
+            // Their processes die before the agent comes.
+            for slot in &mut self.machines[at].slots {
+                slot.process = None;
             }
         }
         self.lost_records(at);

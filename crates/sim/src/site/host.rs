@@ -63,6 +63,7 @@ impl Site {
             let counter = w.machines[at].counter;
             format!("{}: agent starts, life {counter}", w.label(at))
         });
+        self.keep_again(at);
         self.after(5, Happening::AgentTick { at, agent: number });
     }
 
@@ -129,6 +130,7 @@ impl Site {
                 expect,
                 images,
                 told,
+                place,
             } => {
                 let name = self.vms[vm].clone();
                 if let Some(agent) = self.machines[at].agent.as_mut() {
@@ -138,6 +140,7 @@ impl Site {
                     return self.reply(at, caller, Reply::Refused);
                 }
                 self.told_of_image(at, vm, (images, told));
+                self.told_of_place(at, vm, place);
                 self.act_for(at, vm, Event::Granted { generation, expect }, caller);
             }
             Ask::Do {
@@ -156,6 +159,8 @@ impl Site {
                 }
                 self.act_for(at, vm, event, caller);
             }
+            Ask::MoveDisk { vm } => self.asked_to_move_disk(at, vm, caller),
+            Ask::Describe { vm, place } => self.told_of_place(at, vm, place),
         }
     }
 
@@ -169,7 +174,8 @@ impl Site {
                 records,
             };
             let reports = machine.reports.clone();
-            self.reply(at, caller, Reply::Heard(heard, reports));
+            let places = self.places_at(at);
+            self.reply(at, caller, Reply::Heard(heard, reports, places));
         }
     }
 

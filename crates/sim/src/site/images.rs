@@ -45,6 +45,8 @@ pub(crate) struct Image {
     pub life: u64,
     /// Where only one host has it: it went with a machine, or by a person's word.
     pub is_lost: bool,
+    /// A person has put an older copy there, whatever else is there.
+    pub put_back_at: Option<MachineId>,
     /// And a person has put it at this host, where nobody has opened it yet.
     pub brought_to: Option<MachineId>,
     /// A copy of it was put back, and was not opened yet.
@@ -72,6 +74,8 @@ pub(super) enum Closed {
     Unwritten,
     /// It is not there.
     Missing,
+    /// The disk has moved on its host since what is written there.
+    MovedSince,
 }
 
 impl Site {
@@ -120,7 +124,7 @@ impl Site {
                     // Whoever tries again reads and writes it.
                     Closed::Unread => self.coverage.images[5] += 1,
                     Closed::Unwritten => self.coverage.images[6] += 1,
-                    Closed::Judged | Closed::Missing => {
+                    Closed::Judged | Closed::Missing | Closed::MovedSince => {
                         self.coverage.images[2] += 1;
                         match anew {
                             true => self.release_image(vm),
@@ -356,6 +360,7 @@ impl Site {
                     self.works(at, vm);
                     if self.goes_along(vm) {
                         self.keep_what_came(at, vm);
+                        self.settle_living(at, vm);
                     }
                 }
             }

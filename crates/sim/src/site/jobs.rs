@@ -28,6 +28,8 @@ pub(crate) enum Kind {
     Move {
         to: NameId,
     },
+    /// Its disk goes to another place of its host.
+    MoveDisk,
     /// So that a host that holds nothing any more leaves the set.
     Clean {
         host: NameId,
@@ -117,6 +119,7 @@ impl Site {
                 self.ask(controller, host, what, Purpose::Job(job));
             }
             Kind::Move { to } => self.begin_move(controller, job, vm, to),
+            Kind::MoveDisk => self.ask_holder(controller, job, vm, Ask::MoveDisk { vm }),
         }
         true
     }
@@ -141,6 +144,15 @@ impl Site {
     }
 
     fn tell_holder(&mut self, controller: usize, job: u64, vm: VmId, event: Event, discards: bool) {
+        let what = Ask::Do {
+            vm,
+            event,
+            discards,
+        };
+        self.ask_holder(controller, job, vm, what);
+    }
+
+    fn ask_holder(&mut self, controller: usize, job: u64, vm: VmId, what: Ask) {
         let book = &self.controllers[controller].book;
         let host = match book.whereabouts(&self.vms[vm]) {
             Whereabouts::Held { host, .. } => self.id_of(&host),
@@ -148,11 +160,6 @@ impl Site {
         };
         let Some(host) = host else {
             return self.end_job(controller, job);
-        };
-        let what = Ask::Do {
-            vm,
-            event,
-            discards,
         };
         self.ask(controller, host, what, Purpose::Job(job));
     }
@@ -384,6 +391,9 @@ impl Site {
             event,
             discards: true,
         };
+        // It was seen there, off, with its description.
+        let places = self.places_at(self.address[at]);
+        self.follow_places(controller, at, &places);
         self.set_stage(controller, id, Stage::Release);
         self.coverage.releases += 1;
         self.ask(controller, at, what, Purpose::Job(id));
@@ -391,6 +401,7 @@ impl Site {
 
     fn start_at(&mut self, controller: usize, id: u64, vm: VmId, at: NameId) {
         self.set_stage(controller, id, Stage::Run);
+        self.overrule_place(controller, vm, at);
         let what = Ask::Do {
             vm,
             event: Event::StartRequested,
@@ -427,6 +438,7 @@ impl Site {
         let is_create = self.is_create(controller, id);
         if is_create {
             self.make_disk(on, vm);
+            self.controllers[controller].db.places.insert(vm, 0);
         }
         let changes: &[Change] = match is_create {
             true => &[Change::Exists(vm, true)],
@@ -445,6 +457,7 @@ impl Site {
             expect: grant.expect,
             images: of.book.images(&grant.vm),
             told: of.heard.get(&vm).copied().unwrap_or_default(),
+            place: of.db.places.get(&vm).copied().unwrap_or_default(),
         };
         self.set_stage(controller, id, Stage::Put { grant });
         self.ask(controller, on, what, Purpose::Job(id));

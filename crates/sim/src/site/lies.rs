@@ -136,14 +136,14 @@ impl Site {
             return reply;
         }
         match reply {
-            Reply::Heard(mut heard, reports) => {
+            Reply::Heard(mut heard, reports, places) => {
                 let vm = self.rng.index(self.vms.len());
                 heard.records.retain(|r| r.vm != self.vms[vm]);
                 heard.records.push(self.false_record(vm));
                 if self.rng.chance(20) {
                     heard.knows.stamp = self.false_word(heard.knows.stamp);
                 }
-                Reply::Heard(heard, reports)
+                Reply::Heard(heard, reports, places)
             }
             Reply::Surveyed(mut answer) => {
                 answer.claim = self.false_claim(answer.highest);

@@ -5,6 +5,7 @@
 use super::controller::{Change, Move, Purpose};
 use super::jobs::{Kind, Stage};
 use super::model::{Ask, NameId, Report, VmId};
+use super::own_files::STORES;
 use super::world::Site;
 use godwit_ownership::Event;
 use godwit_site::Whereabouts;
@@ -39,6 +40,9 @@ impl Site {
         else {
             return self.end_job(controller, id);
         };
+        // Where its disk comes to there is the controller's to choose.
+        let place = self.rng.index(STORES);
+        self.specs.insert(migration.clone(), place);
         let generation = permission.generation;
         let begun = Move {
             vm,

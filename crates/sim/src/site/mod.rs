@@ -20,9 +20,11 @@ mod model;
 mod moves;
 mod own_disk;
 mod own_files;
+mod own_notes;
 mod people;
 mod process;
 mod run;
+mod second;
 mod told;
 mod world;
 

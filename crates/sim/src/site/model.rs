@@ -4,7 +4,7 @@
 
 pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
 
-use super::own_files::{Content, Files, Notes, OwnDisk};
+use super::own_files::{Content, Files, Notes, OwnDisk, Store};
 use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::image::KnownImage;
@@ -130,6 +130,7 @@ pub(crate) struct Backup {
     pub records: Vec<Option<HostRecord>>,
     pub known: Vec<Option<KnownImage>>,
     pub notes: Vec<Notes>,
+    pub described: Vec<Store>,
     /// What was on the rest of its disk.
     pub files: Vec<Files>,
     pub table: SiteTable,
@@ -232,6 +233,8 @@ pub(crate) enum Ask {
         images: Vec<KnownImage>,
         /// As of how many openings of the image that is, as an observer knows.
         told: u64,
+        /// Where its disk is that only its host has.
+        place: Store,
     },
     /// Start, stop, pause, resume, delete, or take part in a migration.
     Do {
@@ -240,12 +243,22 @@ pub(crate) enum Ask {
         /// A person ends the guest by it.
         discards: bool,
     },
+    /// A person has the disk that only its host has moved to another place there.
+    MoveDisk {
+        vm: VmId,
+    },
+    /// A planted fault: where the disk is, to the host that holds the VM.
+    Describe {
+        vm: VmId,
+        place: Store,
+    },
 }
 
 /// What a host's agent answers.
 #[derive(Debug, Clone)]
 pub(crate) enum Reply {
-    Heard(Heard, Vec<Report>),
+    /// With where the disks of the VMs are that only it has.
+    Heard(Heard, Vec<Report>, BTreeMap<VmId, Store>),
     Updated(Standing, SiteHeard),
     Whole(WholeSurvey),
     Surveyed(SurveyAnswer),
@@ -339,6 +352,11 @@ pub(crate) enum Happening {
         event: Event,
     },
     Precopy {
+        at: MachineId,
+        vm: VmId,
+        process: u64,
+    },
+    DiskMoves {
         at: MachineId,
         vm: VmId,
         process: u64,

@@ -8,40 +8,21 @@ use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::images::{Closed, DISK, READ_FAILS, WRITE_FAILS};
 use super::model::{MachineId, VmId};
-use super::own_files::{Arrival, Content, File, Notes, OwnDisk};
+use super::own_files::{Arrival, Content, File, Notes};
 use super::world::Site;
-use godwit_ownership::{ImageClaim, ImageRecord, Phase};
+use godwit_ownership::{ImageClaim, Is, Phase};
 use godwit_types::image::ImageId;
 use godwit_types::{Generation, MigrationId};
 
 /// Of a thousand times.
 const REMOVE_FAILS: u64 = 250;
-const NOTE_FAILS: u64 = 20;
 
 impl Site {
     pub(crate) fn goes_along(&self, vm: VmId) -> bool {
         vm.is_multiple_of(4)
     }
 
-    pub(crate) fn own(&mut self, at: MachineId, vm: VmId) -> &mut OwnDisk {
-        &mut self.machines[at].slots[vm].own
-    }
-
-    /// Changes what is written down; false when that failed.
-    fn note_down(&mut self, at: MachineId, vm: VmId, change: impl FnOnce(&mut Notes)) -> bool {
-        if self.strikes(SiteFault::WriteFails, NOTE_FAILS) {
-            return false;
-        }
-        let own = self.own(at, vm);
-        // Known since it got its name, and written with what is written next.
-        if let Some(arrival) = own.notes.arriving.as_mut().filter(|_| own.is_here) {
-            arrival.ours = true;
-        }
-        change(&mut own.notes);
-        true
-    }
-
-    fn claim_of_own<R>(
+    pub(crate) fn claim_of_own<R>(
         &mut self,
         (at, vm): (MachineId, VmId),
         generation: Generation,
@@ -60,12 +41,17 @@ impl Site {
             anew,
             fresh: &fresh,
         };
-        judge(&claim, own.files.image.as_ref())
+        judge(&claim, own.image())
     }
 
     /// A VM is to come: a file is made for what comes of its disk. False where there is one already.
     pub(crate) fn expect_copy(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
         self.images[vm].remembered.remove(&at);
+        self.is_read(at, vm);
+        let launch = self.next_launch(at, vm);
+        let place = self.specs.get(migration).copied().unwrap_or_default();
+        self.own(at, vm).spec = place;
+        self.own(at, vm).described = place;
         let known = self.own(at, vm).notes.known.clone();
         let left = self.failed_copy(at, vm);
         self.put_aside(at, vm);
@@ -74,7 +60,12 @@ impl Site {
         let none = self.claim_of_own((at, vm), Generation(0), true, |claim, _| claim.judge(None));
         let id = self.next_number();
         let is_noted = self.note_down(at, vm, |notes| {
+            notes.left.retain(|left| left.place != place);
             *notes = Notes {
+                launch,
+                place,
+                copying: notes.copying.take(),
+                left: std::mem::take(&mut notes.left),
                 arriving: Some(Arrival {
                     migration: migration.clone(),
                     whole: None,
@@ -91,7 +82,7 @@ impl Site {
         if !is_noted {
             return false;
         }
-        if own.files.image.is_some() {
+        if own.files.images[place].is_some() {
             self.disk_case(DiskCase::NameTaken);
             self.put_aside(at, vm);
             self.clear_leftover(at, vm);
@@ -144,12 +135,11 @@ impl Site {
         let Some(arrival) = own.notes.arriving.clone() else {
             return false;
         };
-        let Some(file) = own.files.beside.get_mut(&arrival.migration) else {
+        let is_taken = own.image().is_some();
+        let file = own.files.beside.get_mut(&arrival.migration);
+        let Some(file) = file.filter(|_| !is_taken) else {
             return false;
         };
-        if own.files.image.is_some() {
-            return false;
-        }
         if !skips {
             file.durable = file.content;
         }
@@ -172,7 +162,8 @@ impl Site {
 
     /// What is sent of the disk with the last pages.
     pub(crate) fn content_to_send(&self, at: MachineId, vm: VmId) -> Option<Content> {
-        let image = self.machines[at].slots[vm].own.files.image.as_ref();
+        let place = self.served_place(at, vm);
+        let image = self.machines[at].slots[vm].own.files.images[place].as_ref();
         image.map(|image| image.content)
     }
 
@@ -185,10 +176,10 @@ impl Site {
     ) -> bool {
         self.close_images_without_qemu(vm);
         let settled = match anew {
-            true => self.settle_copy(at, vm, generation),
+            true => self.settle_for_start(at, vm, generation),
             false => self.arrive(at, vm, generation),
         };
-        let image = self.own(at, vm).files.image.as_ref();
+        let image = self.own(at, vm).image();
         let bore_record = image.is_some_and(|file| file.record.is_some());
         let opened = settled.and_then(|()| self.claim_own(at, vm, (generation, anew)));
         let Err(why) = opened else {
@@ -216,6 +207,7 @@ impl Site {
         });
         match why {
             Closed::Unread => self.coverage.images[5] += 1,
+            Closed::MovedSince => self.describe_as_told(at, vm),
             Closed::Missing if !anew => {
                 let what = format!(
                     "{} lets the guest of {} go on, whose image was removed or never was its host's",
@@ -240,10 +232,37 @@ impl Site {
 
     /// A hypervisor was started with it.
     fn began_with_own(&mut self, at: MachineId, vm: VmId) {
+        let launch = self.next_launch(at, vm);
         let own = self.own(at, vm);
-        own.notes.image = own.files.image.as_ref().map(|file| file.id);
+        own.notes.image = own.image().map(|file| file.id);
         own.notes.leaving = None;
         own.notes.arriving = None;
+        own.notes.launch = launch;
+        let place = own.notes.place;
+        own.notes.left.retain(|left| left.place != place);
+        own.kept = own.notes.clone();
+        own.living = Some(own.notes.clone());
+        own.unsure = None;
+    }
+
+    /// What moves of the disk left, and what came of it, before a hypervisor is started with it where it is described.
+    fn settle_for_start(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        generation: Generation,
+    ) -> Result<(), Closed> {
+        self.is_read(at, vm);
+        if !self.settle_moves(at, vm, true) {
+            return Err(match self.own(at, vm).notes.copying {
+                Some(_) => Closed::MovedSince,
+                None => Closed::Unwritten,
+            });
+        }
+        self.settle_copy(at, vm, generation)?;
+        let own = self.own(at, vm);
+        own.notes.place = own.spec;
+        Ok(())
     }
 
     fn claim_own(
@@ -253,7 +272,7 @@ impl Site {
         (generation, anew): (Generation, bool),
     ) -> Result<(), Closed> {
         let own = &self.machines[at].slots[vm].own;
-        if own.files.image.is_none() {
+        if own.image().is_none() {
             return Err(Closed::Missing);
         }
         let known = own.due.as_ref().or(own.notes.known.as_ref());
@@ -278,14 +297,16 @@ impl Site {
         };
         let is_written = !self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS);
         let own = self.own(at, vm);
-        if let Some(file) = own.files.image.as_mut() {
-            if is_written || file.record.is_none() {
-                own.due = Some(record.known());
-            }
+        if let Some(file) = own.image_mut() {
+            let is_due = is_written || file.record.is_none();
+            let known = record.known();
             if is_written {
                 file.record = Some(record);
                 file.is_let_go = false;
                 file.content.openings += u64::from(anew);
+            }
+            if is_due {
+                own.due = Some(known);
             }
         }
         Ok(())
@@ -352,7 +373,7 @@ impl Site {
 
     /// Nothing is on its way any more, and the image has its name for good.
     fn keep_name(&mut self, at: MachineId, vm: VmId) -> bool {
-        if let Some(file) = self.own(at, vm).files.image.as_mut() {
+        if let Some(file) = self.own(at, vm).image_mut() {
             file.came_with = None;
         }
         self.note_down(at, vm, |notes| notes.arriving = None)
@@ -365,13 +386,14 @@ impl Site {
         vm: VmId,
         migration: &MigrationId,
     ) -> Result<(), Closed> {
-        let files = &mut self.own(at, vm).files;
-        match (files.beside.contains_key(migration), &files.image) {
+        let own = self.own(at, vm);
+        let (files, place) = (&mut own.files, own.notes.place);
+        match (files.beside.contains_key(migration), &files.images[place]) {
             (false, Some(_)) => Ok(()),
             (false, None) => Err(Closed::Missing),
             (true, Some(_)) => Err(Closed::InUse),
             (true, None) => {
-                files.image = files.beside.remove(migration).map(|file| File {
+                files.images[place] = files.beside.remove(migration).map(|file| File {
                     came_with: Some(migration.clone()),
                     ..file
                 });
@@ -392,7 +414,7 @@ impl Site {
         let Some(known) = own.due.clone() else {
             return;
         };
-        if let Some(file) = own.files.image.as_mut() {
+        if let Some(file) = own.image_mut() {
             file.durable = file.content;
             file.durable_record.clone_from(&file.record);
         }
@@ -406,9 +428,19 @@ impl Site {
         if !self.goes_along(vm) {
             return;
         }
+        if self.machines[at].slots[vm].qemu.is_some() {
+            self.look_at_living(at, vm);
+        } else {
+            self.is_read(at, vm);
+        }
         let own = self.own(at, vm);
         own.due = None;
         own.is_here = false;
+        own.spec = own.described;
+        self.note(|w| {
+            let own = &w.machines[at].slots[vm].own;
+            format!("{} {}: its disk is {}", w.label(at), w.vms[vm], own.line())
+        });
         let slot = &self.machines[at].slots[vm];
         let may_run = slot.process.as_ref().map(|p| p.core.record().may_run());
         // What fails is tried again by whoever needs the disk.
@@ -417,8 +449,13 @@ impl Site {
                 if self.arrive(at, vm, generation).is_ok() {
                     self.keep_what_came(at, vm);
                 }
+                self.clean_moves(at, vm);
             }
-            (false, Some(generation)) => drop(self.settle_copy(at, vm, generation)),
+            (false, Some(generation)) => {
+                if self.settle_moves(at, vm, true) {
+                    drop(self.settle_copy(at, vm, generation));
+                }
+            }
             (true, None) => {}
             (false, None) => self.clean_disk(at, vm),
         }
@@ -431,7 +468,11 @@ impl Site {
         let Some(record) = process.filter(|_| self.goes_along(vm)) else {
             return;
         };
-        match &record.core.record().phase {
+        let phase = record.core.record().phase.clone();
+        if self.machines[at].slots[vm].qemu.is_none() {
+            self.is_read(at, vm);
+        }
+        match &phase {
             Phase::Moved { migration, .. } => {
                 let migration = migration.clone();
                 self.leave(at, vm, &migration);
@@ -465,7 +506,7 @@ impl Site {
     }
 
     /// For a while nobody can: whoever looks again tries again.
-    fn cannot_remove(&mut self, at: MachineId, vm: VmId) -> bool {
+    pub(crate) fn cannot_remove(&mut self, at: MachineId, vm: VmId) -> bool {
         if self.is_faulty && self.now < self.own(at, vm).stuck_until {
             return true;
         }
@@ -502,75 +543,35 @@ impl Site {
                 None => DiskCase::PartRemoved,
             });
         }
-        self.own(at, vm).notes = Notes::default();
+        self.forget(at, vm);
     }
 
     /// Another host holds the VM: the image that went along is no disk of it any more.
     fn leave(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) {
+        // While the disk has its image it is certain that a copy of it is none.
+        self.settle_moves(at, vm, false);
         let own = self.own(at, vm);
-        if own.notes.leaving.as_ref() != Some(migration) {
-            own.notes = Notes::default();
+        if own.notes.copying.is_some() {
             return;
         }
-        let Some(file) = own.files.image.as_ref() else {
-            own.notes = Notes::default();
-            return;
-        };
-        let says = file.record.as_ref().map(ImageRecord::known);
-        let is_it = match (says, &own.notes.known) {
-            (Some(says), Some(known)) => {
-                (says.image, says.taken) == (known.image.clone(), known.taken)
+        let noted = (
+            own.notes.image.unwrap_or_default(),
+            own.notes.known.as_ref(),
+        );
+        let place = own.notes.place;
+        let file = own
+            .image()
+            .filter(|_| own.notes.leaving.as_ref() == Some(migration));
+        match file.map(|file| file.is(place, noted)) {
+            Some(Is::It) => {
+                if !self.remove_image(at, vm, place) {
+                    return;
+                }
+                self.disk_case(DiskCase::FormerRemoved);
             }
-            _ => own.notes.image == Some(file.id),
-        };
-        if is_it {
-            if self.cannot_remove(at, vm) {
-                return;
-            }
-            let had = self.is_anywhere(vm);
-            self.own(at, vm).files.image = None;
-            self.must_be_anywhere(vm, had, at);
-            self.disk_case(DiskCase::FormerRemoved);
-        } else {
-            self.disk_case(DiskCase::FormerLeft);
+            Some(Is::Another | Is::Unknown) => self.disk_case(DiskCase::FormerLeft),
+            None => {}
         }
-        self.own(at, vm).notes = Notes::default();
-    }
-
-    /// Power off: what was not durable may or may not be.
-    pub(crate) fn disk_loses_power(&mut self, at: MachineId, vm: VmId) {
-        if !self.goes_along(vm) {
-            return;
-        }
-        let (reached_disk, loses_name) = (self.rng.chance(300), self.rng.chance(500));
-        let own = self.own(at, vm);
-        own.due = None;
-        own.is_here = false;
-        let mut has_lost = false;
-        let files = &mut own.files;
-        for file in files.image.iter_mut().chain(files.beside.values_mut()) {
-            if reached_disk {
-                file.durable = file.content;
-                file.durable_record.clone_from(&file.record);
-            } else {
-                has_lost |= file.content != file.durable;
-                file.content = file.durable;
-                file.record.clone_from(&file.durable_record);
-            }
-        }
-        let came_with = files.image.as_mut().and_then(|file| file.came_with.take());
-        let undone = came_with.filter(|_| loses_name && !reached_disk);
-        let is_undone = undone.is_some();
-        if let Some(migration) = undone
-            && let Some(file) = files.image.take()
-        {
-            files.beside.insert(migration, file);
-        }
-        if has_lost {
-            self.disk_case(DiskCase::LostUnflushed);
-        }
-        if is_undone {
-            self.disk_case(DiskCase::NameLost);
-        }
+        self.forget(at, vm);
     }
 }

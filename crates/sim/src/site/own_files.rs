@@ -2,10 +2,15 @@
 //!
 //! Plain data, owned by the machine's slot for the VM. Refuses: nothing.
 
-use godwit_ownership::ImageRecord;
+use super::second::Going;
+use godwit_ownership::{ImageRecord, Is, NotedImage};
 use godwit_types::image::KnownImage;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeMap;
+
+/// The number of a datastore of a machine: the place of an image.
+pub(crate) type Store = usize;
+pub(crate) const STORES: Store = 2;
 
 /// What is on a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -16,6 +21,8 @@ pub(crate) struct Content {
     pub written: u64,
     /// For how many hypervisors it was opened and says so.
     pub openings: u64,
+    /// Not all of it is there: whoever reads it finds what was never on any disk.
+    pub is_part: bool,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -31,6 +38,10 @@ pub(crate) struct File {
     pub is_let_go: bool,
     /// It has its name, and a power cut may leave it with the one with which it came.
     pub came_with: Option<MigrationId>,
+    /// The same, of one to which a disk of this host is copied: the number of the move.
+    pub filled_as: Option<u64>,
+    /// It was made to be filled, and no record called it the disk yet.
+    pub never_disk: bool,
     /// What comes is not written there: a planted fault.
     pub is_reused: bool,
 }
@@ -45,9 +56,38 @@ pub(crate) struct Arrival {
     pub ours: bool,
 }
 
+/// An image that the disk is copied to on its host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Copying {
+    /// The number of the move, which is in the name that the file has until it is whole.
+    pub number: u64,
+    pub to: Store,
+    /// The file, once it is there, and what it says of itself.
+    pub image: Option<u64>,
+    pub known: Option<KnownImage>,
+}
+
+/// An image that the disk had before it moved on its host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub place: Store,
+    pub image: u64,
+    pub known: Option<KnownImage>,
+    /// Whether the VM's description says where the disk is now.
+    pub followed: bool,
+    /// Whether the VM has been here since: else no description is to follow.
+    pub of_disk: bool,
+}
+
 /// What a host has written down of the disk.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Notes {
+    /// For which of the machine's hypervisors.
+    pub launch: u64,
+    /// Where the image is that is the disk.
+    pub place: Store,
+    pub copying: Option<Copying>,
+    pub left: Vec<Left>,
     pub arriving: Option<Arrival>,
     /// The migration for which it was mirrored last.
     pub leaving: Option<MigrationId>,
@@ -59,23 +99,45 @@ pub(crate) struct Notes {
 /// The files of a VM's disk on one machine.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Files {
-    /// The one with the disk's name.
-    pub image: Option<File>,
+    /// Those with the disk's name, by their places.
+    pub images: [Option<File>; STORES],
     /// Those with the names with which they came.
     pub beside: BTreeMap<MigrationId, File>,
+    /// Those with the names under which they are filled, by the numbers of their moves.
+    pub second: BTreeMap<u64, File>,
 }
 
 /// A VM's disk at one machine.
 #[derive(Debug, Default)]
 pub(crate) struct OwnDisk {
     pub files: Files,
+    /// As the VM process has it in its memory while a hypervisor lives, else as it is in the state directory.
     pub notes: Notes,
-    /// A copy of the file with the disk's name, which a person keeps.
-    pub copy: Option<File>,
+    /// What is in the state directory,
+    pub kept: Notes,
+    /// what may be there after a power cut, if that is something else,
+    pub unsure: Option<Notes>,
+    /// and what is in the run directory while a hypervisor lives.
+    pub living: Option<Notes>,
+    /// What is in memory may not be in the state directory: nobody serves the disk before it is.
+    pub must_save: bool,
+    /// Where the VM's description in the state directory says that its disk is, and the one in the VM process's memory.
+    pub described: Store,
+    pub spec: Store,
+    /// The number of its last hypervisor here.
+    pub launch: u64,
+    /// In the memory of the VM process: the disk moves.
+    pub going: Option<Going>,
+    /// A copy of the file that was the disk, which a person keeps, and where it was.
+    pub copy: Option<(Store, File)>,
     /// In the memory of the VM process: what is known and not written down yet,
     pub due: Option<KnownImage>,
     /// and that what came has its name.
     pub is_here: bool,
+    /// The VM was deleted: nothing tells of it any more.
+    pub is_deleted: bool,
+    /// A file is left there that nothing tells of, since it could not be removed.
+    pub has_stray: bool,
     /// Until then no file can be removed.
     pub stuck_until: u64,
 }
@@ -88,13 +150,100 @@ impl Arrival {
 }
 
 impl OwnDisk {
-    /// The content of the file that is this host's, which may run the VM under that generation, if under any.
-    pub(crate) fn theirs(&self, may_run: Option<Generation>) -> Option<Content> {
+    /// What is noted, kept and there, as a trace shows it.
+    pub(crate) fn line(&self) -> String {
+        let of = |notes: &Notes| {
+            let copying = notes
+                .copying
+                .as_ref()
+                .map(|copying| (copying.to, copying.image));
+            let left: Vec<_> = notes
+                .left
+                .iter()
+                .map(|left| (left.place, left.followed))
+                .collect();
+            format!(
+                "at {} ({:?}) copying {copying:?} left {left:?}",
+                notes.place, notes.image
+            )
+        };
+        let written = |file: &Option<File>| {
+            let file = file.as_ref()?;
+            Some((
+                file.id,
+                file.content.written,
+                file.durable.written,
+                file.content.is_part,
+            ))
+        };
+        format!(
+            "noted {}, kept {}, described {}, files {:?}",
+            of(&self.notes),
+            of(&self.kept),
+            self.described,
+            self.files.images.each_ref().map(written)
+        )
+    }
+
+    /// The file that is the disk by what is noted.
+    pub(crate) fn image(&self) -> Option<&File> {
+        self.files.images[self.notes.place].as_ref()
+    }
+
+    pub(crate) fn image_mut(&mut self) -> Option<&mut File> {
+        self.files.images[self.notes.place].as_mut()
+    }
+
+    /// The files that are this host's, which may run the VM under that generation, if under any, and their places if they have one.
+    pub(crate) fn theirs(
+        &self,
+        may_run: Option<Generation>,
+    ) -> impl Iterator<Item = (Option<Store>, &File)> {
         let arrival = self.notes.arriving.as_ref();
-        let came = arrival
-            .filter(|arrival| arrival.ours || arrival.whole.is_some() && arrival.whole == may_run);
+        let came = arrival.filter(move |arrival| {
+            arrival.ours || arrival.whole.is_some() && arrival.whole == may_run
+        });
         let came = came.and_then(|arrival| self.files.beside.get(&arrival.migration));
-        let file = self.files.image.as_ref().or(came)?;
-        Some(file.content)
+        let named = self.files.images.iter().enumerate();
+        let named = named.filter_map(|(place, file)| Some((Some(place), file.as_ref()?)));
+        named.chain(came.map(|file| (None, file)))
+    }
+}
+
+impl File {
+    /// As the product compares it with what is noted of a file in its place.
+    pub(crate) fn is(&self, place: Store, (image, known): (u64, Option<&KnownImage>)) -> Is {
+        let says = self.says().filter(|_| known.is_some());
+        let noted = noted(place, image, known);
+        noted.compare((noted.image.0, self.id), says.as_ref())
+    }
+
+    /// As the product tells whether a disk has its image.
+    pub(crate) fn is_there(
+        &self,
+        place: Store,
+        (image, known): (u64, Option<&KnownImage>),
+    ) -> bool {
+        let noted = noted(place, image, known);
+        noted.is_there((noted.image.0, self.id), self.says().as_ref())
+    }
+
+    /// Whether it says that it was taken for a disk since it was noted as one that is being filled.
+    pub(crate) fn was_taken_since(&self, copying: &Copying) -> bool {
+        let image = copying.image.unwrap_or_default();
+        let noted = noted(copying.to, image, copying.known.as_ref());
+        noted.was_taken_since(self.says().as_ref())
+    }
+
+    fn says(&self) -> Option<KnownImage> {
+        self.record.as_ref().map(ImageRecord::known)
+    }
+}
+
+/// Each place is a device of its own.
+fn noted(place: Store, image: u64, known: Option<&KnownImage>) -> NotedImage<'_> {
+    NotedImage {
+        image: (place as u64 + 1, image),
+        known,
     }
 }

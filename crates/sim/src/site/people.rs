@@ -28,6 +28,9 @@ impl Site {
         }
         let vm = self.rng.index(self.vms.len());
         let name = self.rng.index(self.names.len());
+        if self.goes_along(vm) && self.rng.chance(400) {
+            return self.ask_for(controller, vm, Kind::MoveDisk);
+        }
         match self.rng.below(100) {
             0..30 => self.ask_for(controller, vm, Kind::Move { to: name }),
             30..48 => {

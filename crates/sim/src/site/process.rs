@@ -154,11 +154,21 @@ impl Site {
         if event == Event::QemuDied && self.machines[at].slots[vm].qemu.is_some() {
             return;
         }
+        // A VM whose disk is about to be another image goes nowhere.
+        let is_held_up =
+            matches!(event, Event::MigrationBegan { .. }) && self.do_disks_move(at, vm);
         let text = self.trace.is_some().then(|| format!("{event:?}"));
         let Some(process) = self.process(at, vm) else {
             return;
         };
         let (before, kind) = (process.core.state_name(), event.kind());
+        if is_held_up {
+            process.current = waits.map(|waits| Waits {
+                refused: true,
+                ..waits
+            });
+            return;
+        }
         if event == Event::GuestShutdown {
             process.may_discard = true;
         }
@@ -293,6 +303,11 @@ impl Site {
                 self.exempt(vm, Exempt::Liar);
             }
         }
+        let old = self.machines[at].slots[vm].journal.seen.as_ref();
+        // Its agent removes what is written of the disks.
+        let is_deleted = record.phase == Phase::Absent;
+        let is_deleted = is_deleted && old.is_some_and(|old| old.may_run().is_some());
+        self.machines[at].slots[vm].own.is_deleted |= is_deleted;
         let old = self.machines[at].slots[vm].journal.seen.as_ref();
         if old.is_some_and(|old| record.check_follows(old).is_err()) || record.check().is_err() {
             return self.violated(format!("{} writes a wrong record", self.label(at)));

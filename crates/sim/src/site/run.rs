@@ -55,6 +55,22 @@ impl SitePlant {
     pub(crate) fn uses_failed_copy(self) -> bool {
         self.disk == Some(DiskPlant::UsesFailedCopy)
     }
+
+    pub(crate) fn switches_before_record(self) -> bool {
+        self.disk == Some(DiskPlant::SwitchesBeforeRecord)
+    }
+
+    pub(crate) fn takes_half_made(self) -> bool {
+        self.disk == Some(DiskPlant::TakesHalfMade)
+    }
+
+    pub(crate) fn removes_former_early(self) -> bool {
+        self.disk == Some(DiskPlant::RemovesFormerEarly)
+    }
+
+    pub(crate) fn overrules_place(self) -> bool {
+        self.disk == Some(DiskPlant::OverrulesPlace)
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]

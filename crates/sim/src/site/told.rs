@@ -3,12 +3,16 @@
 //!
 //! Works on the site. Whether an older copy may be opened is judged ([`Site::open_image`]) by who was told, not by what came of it.
 
-use super::model::{MachineId, VmId};
+use super::controller::Purpose;
+use super::coverage::DiskCase;
+use super::model::{Ask, MachineId, NameId, VmId};
+use super::own_files::Store;
 use super::world::Site;
 use godwit_ownership::HostRecord;
 use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::site::{Claim, Standing};
 use godwit_types::{HostName, VmName};
+use std::collections::BTreeMap;
 
 impl Site {
     /// What a host says of the image of a VM that it holds by this record.
@@ -57,5 +61,64 @@ impl Site {
         let mut known: Vec<KnownImage> = slot.known.take().into_iter().collect();
         take_newest(&mut known, images);
         slot.known = known.pop();
+    }
+
+    /// Where the disks are of VMs that a host holds and that only it has, as it says.
+    pub(crate) fn places_at(&self, at: MachineId) -> BTreeMap<VmId, Store> {
+        let slots = self.machines[at].slots.iter().enumerate();
+        let held = slots.filter(|(vm, slot)| {
+            let record = slot.journal.seen.as_ref();
+            self.goes_along(*vm) && record.is_some_and(|record| record.may_run().is_some())
+        });
+        held.map(|(vm, slot)| (vm, slot.own.described)).collect()
+    }
+
+    /// Where a VM's disk is, is its holder's to say.
+    pub(super) fn follow_places(
+        &mut self,
+        controller: usize,
+        host: NameId,
+        places: &BTreeMap<VmId, Store>,
+    ) {
+        for (vm, place) in places {
+            let of = &self.controllers[controller];
+            let entry = of.book.entry(&self.vms[*vm]);
+            let is_holder =
+                entry.is_some_and(|entry| entry.holder.as_ref() == Some(&self.names[host]));
+            let is_news = of.db.places.get(vm) != Some(place);
+            if is_holder && is_news && !self.plant.overrules_place() {
+                self.controllers[controller].db.places.insert(*vm, *place);
+                self.disk_case(DiskCase::PlaceCopied);
+            }
+        }
+    }
+
+    /// A planted fault: it is the controller's to say.
+    pub(super) fn overrule_place(&mut self, controller: usize, vm: VmId, host: NameId) {
+        let place = self.controllers[controller].db.places.get(&vm).copied();
+        if let Some(place) = place.filter(|_| self.plant.overrules_place()) {
+            self.ask(
+                controller,
+                host,
+                Ask::Describe { vm, place },
+                Purpose::Nothing,
+            );
+        }
+    }
+
+    /// A description comes for a VM without a guest.
+    pub(crate) fn told_of_place(&mut self, at: MachineId, vm: VmId, place: Store) {
+        if self.own(at, vm).is_deleted {
+            self.forget(at, vm);
+        }
+        let slot = &mut self.machines[at].slots[vm];
+        let holds = slot
+            .process
+            .as_ref()
+            .is_some_and(|process| process.core.record().may_run().is_some());
+        if slot.qemu.is_none() && (!holds || self.plant.overrules_place()) {
+            slot.own.described = place;
+            slot.own.spec = place;
+        }
     }
 }

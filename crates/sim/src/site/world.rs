@@ -9,10 +9,11 @@ use super::images::Image;
 use super::model::{
     Cut, Exempt, Guest, Happening, Machine, MachineId, NameId, Packet, Place, VmId,
 };
+use super::own_files::Store;
 use super::run::SitePlant;
 use crate::model::Version;
 use crate::rng::Rng;
-use godwit_types::{HostName, VmName};
+use godwit_types::{HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug)]
@@ -42,6 +43,8 @@ pub(crate) struct Site {
     /// Falsely fenced hosts that were heard: until when an alarm must show.
     pub alarms_due: Vec<(u64, NameId)>,
     pub images: Vec<Image>,
+    /// Where a disk that goes along is to be at its destination, as the migration's description says.
+    pub specs: BTreeMap<MigrationId, Store>,
     /// Whether a lock on an image reaches the other hosts.
     pub locks_reach: bool,
 }
@@ -77,6 +80,7 @@ impl Site {
             migrations: 0,
             alarms_due: Vec::new(),
             images: (0..vms).map(|_| Image::default()).collect(),
+            specs: BTreeMap::new(),
             locks_reach: seed.is_multiple_of(2),
         })
     }
@@ -178,6 +182,7 @@ impl Site {
                 process,
                 event,
             } => self.local_event(at, vm, process, event),
+            Happening::DiskMoves { at, vm, process } => self.disk_moves(at, vm, process),
             Happening::Precopy { at, vm, process } => self.precopy(at, vm, process),
             Happening::ReceiverLooks {
                 at,
