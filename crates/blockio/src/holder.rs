@@ -5,8 +5,10 @@
 //! step on a file server, too: of two hosts that replace the same version one finds that its number is taken. Whoever was
 //! overtaken in between finds a higher number once its own is made, and takes its own back.
 //!
+//! A block device bears none; where it has a label ([`crate::label`]) the text is there, and who has the device's lock replaces it.
+//!
 //! Owns nothing: the attribute is the image's. Refuses: texts that are too long; files that bear no such attributes (block
-//! devices, some file systems), with [`io::ErrorKind::Unsupported`]. Names of that kind that no version has are overlooked.
+//! devices without a label, some file systems), with [`io::ErrorKind::Unsupported`]. Names of that kind that no version has are overlooked.
 
 use std::ffi::CStr;
 use std::io;
@@ -14,6 +16,8 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::{XattrFlags, fgetxattr, flistxattr, fremovexattr, fsetxattr, fsync};
 use rustix::io::Errno;
+
+use crate::label::{self, Found, Holds, Label};
 
 /// Followed by the number.
 const NAME: &str = "user.godwit.holder.";
@@ -40,6 +44,9 @@ pub struct Held {
 
 /// Looks for the newest version; nothing where there is none.
 pub fn read(image: BorrowedFd<'_>) -> io::Result<Option<Held>> {
+    if let Some(found) = label::read(image)? {
+        return Ok(held_by(found));
+    }
     for _ in 0..LOOKS {
         let Some(number) = numbers(image)?.into_iter().max() else {
             return Ok(None);
@@ -69,6 +76,9 @@ pub fn replace(image: BorrowedFd<'_>, before: Option<&Held>, text: &[u8]) -> io:
     if text.len() > TEXT_MAX {
         return Err(io::Error::other("its record is too long"));
     }
+    if let Some(found) = label::read(image)? {
+        return replace_in(image, found, before, text);
+    }
     let number = before.map_or(0, |held| held.number).saturating_add(1);
     if number > NUMBER_MAX {
         return Err(io::Error::other("its record's numbers are used up"));
@@ -92,6 +102,9 @@ pub fn replace(image: BorrowedFd<'_>, before: Option<&Held>, text: &[u8]) -> io:
 
 /// Takes the text off the image, durably. Its number stays: whoever read the text before replaces nothing.
 pub fn forget(image: BorrowedFd<'_>) -> io::Result<()> {
+    if let Some(found) = label::read(image)? {
+        return forget_in(image, &found);
+    }
     for _ in 0..LOOKS {
         let held = read(image)?.filter(|held| !held.text.is_empty());
         let Some(held) = held else {
@@ -113,6 +126,12 @@ pub fn forget(image: BorrowedFd<'_>) -> io::Result<()> {
 /// Whether a text of so many bytes can be written beside what the image bears now, and whether its storage keeps what
 /// [`replace`] counts on: of two who make one attribute only the first does. `who` tells those apart who try at a time.
 pub fn try_out(image: BorrowedFd<'_>, who: &str, bytes: usize) -> io::Result<()> {
+    if label::read(image)?.is_some() {
+        return Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "a block device's label is for one host at a time",
+        ));
+    }
     let name = format!("{TRIAL}{who}");
     let text = vec![b' '; bytes.min(TEXT_MAX)];
     remove(image, &name)?;
@@ -127,6 +146,46 @@ pub fn try_out(image: BorrowedFd<'_>, who: &str, bytes: usize) -> io::Result<()>
         )),
         Err(errno) => Err(errno.into()),
     }
+}
+
+/// What a device's label keeps.
+fn held_by(found: Found) -> Option<Held> {
+    let number = found.number;
+    found.label.text.map(|text| Held { number, text })
+}
+
+/// As [`replace`], durably. A device that holds no disk is nobody's.
+fn replace_in(
+    image: BorrowedFd<'_>,
+    found: Found,
+    before: Option<&Held>,
+    text: &[u8],
+) -> io::Result<bool> {
+    if found.label.holds == Holds::Nothing {
+        return Err(io::Error::other("its label says that it holds no disk"));
+    }
+    if held_by(found.clone()).as_ref() != before {
+        return Ok(false);
+    }
+    let text = Some(text.to_vec());
+    let label = Label {
+        text,
+        ..found.label.clone()
+    };
+    label::write(image, Some(&found), label).map(|_| true)
+}
+
+/// As [`forget`]. What a person lets go that is a part of a disk counts as a disk from then on: nobody else can tell.
+fn forget_in(image: BorrowedFd<'_>, found: &Found) -> io::Result<()> {
+    if found.label.holds == Holds::Nothing {
+        return Ok(());
+    }
+    let label = Label {
+        holds: Holds::Disk,
+        text: Some(Vec::new()),
+        ..found.label.clone()
+    };
+    label::write(image, Some(found), label).map(drop)
 }
 
 fn remove(image: BorrowedFd<'_>, name: &str) -> io::Result<()> {

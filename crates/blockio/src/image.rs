@@ -3,8 +3,8 @@
 //! Who owns the state: the image's bytes belong to whoever holds its lock; this value owns the descriptor, on which the lock
 //! is and through which all IO goes.
 //!
-//! What it refuses: what is neither a file nor a block device, a size that is no multiple of the disk's blocks, and a device
-//! whose own blocks are larger than those.
+//! What it refuses: what is neither a file nor a block device, a size that is no multiple of the disk's blocks, a device
+//! whose own blocks are larger than those, and a device whose label ([`crate::label`]) says that it holds no disk, or a part of one.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -17,6 +17,7 @@ use godwit_types::plant::planted;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 
+use crate::label::{self, Holds, Label};
 use crate::{Buffer, Error, SECTOR, image_lock};
 
 const NEITHER: &str = "it is neither a file nor a block device";
@@ -79,6 +80,26 @@ impl Image {
 
     /// An image that its caller has opened, for reading or for both; from here on its IO is direct.
     pub fn of(file: File, path: &Path, access: Access, block_bytes: u32) -> Result<Self, Error> {
+        Self::of_whole(file, path, (access, block_bytes), None)
+    }
+
+    /// As [`Self::of`], for who fills it: a device holds a part of a disk, under this name.
+    pub fn of_part(
+        file: File,
+        path: &Path,
+        access: Access,
+        block_bytes: u32,
+        name: &str,
+    ) -> Result<Self, Error> {
+        Self::of_whole(file, path, (access, block_bytes), Some(name))
+    }
+
+    fn of_whole(
+        file: File,
+        path: &Path,
+        (access, block_bytes): (Access, u32),
+        part: Option<&str>,
+    ) -> Result<Self, Error> {
         let failed = |action, source| Error::Image {
             action,
             path: path.to_owned(),
@@ -95,6 +116,9 @@ impl Image {
             Some(libc::EINVAL) => unusable(path, "its file system takes no direct IO (O_DIRECT): put it on ext4, XFS, btrfs or a block device"),
             _ => failed("open", source),
         })?;
+        let found = label::read(file.as_fd()).map_err(|source| failed("measure", source))?;
+        must_hold(found.map(|found| found.label).as_ref(), part)
+            .map_err(|why| unusable(path, &why))?;
         let bytes = size_of(&file).map_err(|source| failed("measure", source))?;
         let block = u64::from(block_bytes);
         if bytes == 0 {
@@ -224,7 +248,25 @@ impl AsFd for Image {
 
 /// Of files and block devices alike.
 fn size_of(file: &File) -> io::Result<u64> {
-    Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
+    label::length(file.as_fd())
+}
+
+/// Refuses what a device's label calls no disk, or another part of one than this. Why is a part of a sentence.
+fn must_hold(label: Option<&Label>, part: Option<&str>) -> Result<(), String> {
+    if planted("half-made-opened") {
+        return Ok(());
+    }
+    match label.map(|label| (&label.holds, label)) {
+        None | Some((Holds::Disk, _)) => Ok(()),
+        Some((Holds::Part(name), _)) if part == Some(name) => Ok(()),
+        Some((Holds::Part(_), Label { vm, disk, .. })) => Err(format!(
+            "by its label it holds a part of disk '{disk}' of VM '{vm}', whose copying did not end: give this disk another path, or copy it there anew"
+        )),
+        Some((Holds::Nothing, _)) => Err(
+            "by its label it holds no disk: the one that it held has moved elsewhere, so name the path that it has now"
+                .to_owned(),
+        ),
+    }
 }
 
 fn unusable(path: &Path, reason: &str) -> Error {

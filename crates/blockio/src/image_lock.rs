@@ -107,7 +107,8 @@ fn attempt(file: &File, access: Access, name: &str) -> io::Result<Option<&'stati
     Ok(None)
 }
 
-pub(crate) fn release(file: &File, name: &str) -> io::Result<bool> {
+/// Gives back what [`take`] took for this name, and tells whether it could.
+pub fn release(file: &File, name: &str) -> io::Result<bool> {
     set(file, libc::F_UNLCK, byte_of(name), 1)?;
     set(file, libc::F_UNLCK, USED, OURS + 1 - USED)
 }

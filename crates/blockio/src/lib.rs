@@ -30,6 +30,7 @@ pub mod holder;
 mod image;
 mod image_lock;
 mod kept_room;
+pub mod label;
 mod reactor;
 mod request;
 mod second_image;
@@ -45,7 +46,7 @@ pub use engine::Engine;
 pub use error::Error;
 pub use filter::{Filter, Flow};
 pub use image::{Access, Alignment, Identity, Image};
-pub use image_lock::take as lock_file;
+pub use image_lock::{release as unlock_file, take as lock_file};
 
 pub use reactor::Event;
 use reactor::Reactor;

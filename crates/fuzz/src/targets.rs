@@ -50,6 +50,7 @@ targets! {
     "qmp", "lines from QEMU", qemu::qmp, qmp_seeds;
     "disk-message", "what QEMU says to a disk", disk::message, message_seeds;
     "disk-request", "requests in a guest's rings", disk::request, request_seeds;
+    "device-label", "the label of a block device that holds a disk", disk::label, label_seeds;
     "probe-frame", "Ethernet frames from a bridge", qemu::probe, probe_seeds;
     "rest-body", "bodies, tokens, certificates and event streams", control::rest_body, rest_body_seeds;
     "vm-socket", "requests and answers between agent and VM process", control::vm_socket, vm_socket_seeds;

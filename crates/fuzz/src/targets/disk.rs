@@ -5,8 +5,10 @@
 use super::Decisions;
 use crate::outcome::{self, Outcome};
 use godwit_blockio::Work;
+use godwit_blockio::label::{self, Found, Holds, Label, Slot};
 use godwit_guestmem::device_memory::device_memory;
 use godwit_guestmem::{DeviceMemory, RamFile, RegionPlace};
+use godwit_store::frame::crc32;
 use godwit_vhost::block::{Asked, Geometry, Status, understand};
 use godwit_vhost::message::{HEADER, Header, Message, decode};
 use godwit_vhost::ring::{Place, Ring};
@@ -23,6 +25,8 @@ const USED: u64 = 0x11000;
 /// Most bytes of an input that are looked at.
 const INPUT_MAX: usize = 0x8000;
 const DISK: u64 = 1 << 20;
+/// Bytes of the device whose label is read.
+const DEVICE: u64 = 8 << 20;
 
 pub fn message(input: &[u8]) -> Outcome {
     let mut decisions = Decisions(input);
@@ -62,6 +66,50 @@ pub fn message_seeds() -> Vec<Vec<u8>> {
         said(31, 0, &longs(&[0, 0, 256 << 16 | 1])),
         said(32, 1, &longs(&[16448, 0, 256 << 16 | 1])),
     ]
+}
+
+/// As a slot whose checksum is right in every other input: else nothing behind it is reached.
+pub fn label(input: &[u8]) -> Outcome {
+    let mut slot = vec![0; label::SLOT];
+    let length = input.len().min(slot.len());
+    slot[..length].copy_from_slice(&input[..length]);
+    if input.len().is_multiple_of(2) {
+        let sum = crc32(&[&slot[16..]]);
+        slot[12..16].copy_from_slice(&sum.to_le_bytes());
+    }
+    match label::decode(&slot, DEVICE) {
+        Slot::Empty => outcome::of("no label"),
+        Slot::Torn => outcome::of("torn"),
+        Slot::Foreign(why) => outcome::of(why),
+        Slot::Found(found) => {
+            assert!(
+                found.label.bytes <= label::capacity(DEVICE),
+                "beyond its device"
+            );
+            let again = label::slot_of(&found, DEVICE).expect("it can be written again");
+            assert_eq!(again, slot, "two ways to say the same");
+            outcome::of("found") + u64::from(found.label.text.is_some())
+        }
+    }
+}
+
+pub fn label_seeds() -> Vec<Vec<u8>> {
+    let disk = |holds, text: Option<&[u8]>| Label {
+        holds,
+        bytes: 1 << 20,
+        vm: "web".to_owned(),
+        disk: "root".to_owned(),
+        text: text.map(<[u8]>::to_vec),
+    };
+    let labels = [
+        Label::free(),
+        disk(Holds::Part("lun.moving-1".to_owned()), None),
+        disk(Holds::Disk, Some(b"{}")),
+    ];
+    let said = |label| label::slot_of(&Found { number: 7, label }, DEVICE);
+    let slots = labels.into_iter().filter_map(said);
+    // As long as what is said, so that a change is of that.
+    slots.map(|slot| slot[..96].to_vec()).collect()
 }
 
 struct Guest {

@@ -1,0 +1,396 @@
+//! The label of a block device that holds a disk: where the disk ends, whose it is, and whether it is whole.
+//!
+//! A half-made file has a name of its own; a device has one name whatever is on it. So its last MiB bears what a file's name and extended
+//! attributes say, and the disk ends before it: its guest never reaches it. Two slots are written in turn, each with a
+//! number and a checksum, so that a write that is torn leaves what was said before. Each is read and written beside the page cache and
+//! made durable, since another host may reach the device, too.
+//!
+//! Owns nothing: the label is the device's, and whoever has the device's lock writes it. Refuses: a label whose numbers do not fit its device, one
+//! of another format, and one of which neither slot can be read. Anybody with rights on the device may have written it.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use godwit_store::frame::crc32;
+use rustix::fs::{
+    FallocateFlags, FileType, OFlags, SeekFrom, fallocate, fcntl_getfl, fcntl_setfl, fdatasync,
+    fstat, seek,
+};
+use rustix::io::{pread, pwrite};
+
+use crate::{Buffer, SECTOR};
+
+/// What the label takes of its device's end.
+pub const ROOM: u64 = 1 << 20;
+/// Bytes of a slot; what a device writes at once may be less.
+pub const SLOT: usize = 4096;
+/// Where the second slot is.
+const SECOND: u64 = ROOM / 2;
+const MAGIC: &[u8; 8] = b"GODWITLB";
+/// The format that this build writes, and the only one that it reads.
+const VERSION: u32 = 1;
+/// Before what has no fixed length: the checksum is of all that follows it.
+const CHECKED: usize = 16;
+/// Bytes of a name.
+const NAME_MAX: usize = 255;
+/// Bytes of what [`crate::holder`] keeps.
+const TEXT_MAX: usize = 2048;
+/// No label's number is larger.
+const NUMBER_MAX: u64 = 1 << 48;
+/// So much is zeroed at a time.
+const ZEROED: u64 = 1 << 30;
+
+/// What a device holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Holds {
+    /// No disk: whatever its bytes are, nobody needs them.
+    Nothing,
+    /// A part of a disk, which nobody opens for one. The name is what a file would have meanwhile, and tells whose work it is.
+    Part(String),
+    Disk,
+}
+
+/// What a label says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Label {
+    pub holds: Holds,
+    /// Bytes of the disk; none where there is no disk.
+    pub bytes: u64,
+    /// For which VM's disk it was made,
+    pub vm: String,
+    pub disk: String,
+    /// and what [`crate::holder`] keeps; nothing before somebody has had it.
+    pub text: Option<Vec<u8>>,
+}
+
+/// A label as it was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// Each later one has a larger one.
+    pub number: u64,
+    pub label: Label,
+}
+
+/// What is in a slot.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Slot {
+    Found(Found),
+    /// No label was ever there.
+    Empty,
+    /// A write of one that broke off: what was said before counts.
+    Torn,
+    /// One that may be later than the other, and is not understood, for this reason: a part of a sentence.
+    Foreign(&'static str),
+}
+
+impl Label {
+    /// That a device holds no disk.
+    pub fn free() -> Self {
+        Self {
+            holds: Holds::Nothing,
+            bytes: 0,
+            vm: String::new(),
+            disk: String::new(),
+            text: None,
+        }
+    }
+}
+
+/// Most bytes of a disk on a device of this length; nothing where it has no room for a label.
+pub fn capacity(device: u64) -> u64 {
+    let bytes = device.saturating_sub(ROOM);
+    bytes - bytes % SECTOR
+}
+
+/// The label of a block device; nothing of a file, or of a device that bears none.
+pub fn read(image: BorrowedFd<'_>) -> io::Result<Option<Found>> {
+    let Some(device) = device_of(image)? else {
+        return Ok(None);
+    };
+    let slots = beside_cache(image, || {
+        Ok([read_slot(image, device, 0)?, read_slot(image, device, 1)?])
+    })?;
+    newest(slots)
+}
+
+fn newest(slots: [Slot; 2]) -> io::Result<Option<Found>> {
+    let (mut found, mut is_torn) = (None::<Found>, false);
+    let refused = |why| {
+        let why = format!("the label in its last MiB cannot be read: {why}");
+        Err(io::Error::other(why))
+    };
+    for slot in slots {
+        match slot {
+            Slot::Found(other) => {
+                let is_newer = |found: &Found| found.number < other.number;
+                if found.as_ref().is_none_or(is_newer) {
+                    found = Some(other);
+                }
+            }
+            Slot::Torn => is_torn = true,
+            Slot::Foreign(why) => return refused(why),
+            Slot::Empty => {}
+        }
+    }
+    match found.is_none() && is_torn {
+        true => refused("its checksum is wrong"),
+        false => Ok(found),
+    }
+}
+
+/// Puts a label in the place of what was found, durably. Whoever calls this has the device's lock.
+pub fn write(image: BorrowedFd<'_>, before: Option<&Found>, label: Label) -> io::Result<Found> {
+    let device = device_of(image)?.ok_or_else(|| {
+        io::Error::other("it is no block device, or one with no room for a disk and its label")
+    })?;
+    let number = before.map_or(0, |found| found.number).saturating_add(1);
+    let found = Found { number, label };
+    let bytes = encode(&found, device).ok_or_else(|| io::Error::other("its label does not fit"))?;
+    let at = place_of(device, found.slot());
+    beside_cache(image, || {
+        let mut rest = bytes.bytes();
+        while !rest.is_empty() {
+            let done = pwrite(image, rest, at + (SLOT - rest.len()) as u64)?;
+            rest = rest.get(done.max(1)..).unwrap_or_default();
+        }
+        Ok(fdatasync(image)?)
+    })?;
+    Ok(found)
+}
+
+/// Bytes of the disk that a file or device holds, as far as it says so itself.
+pub fn length(image: BorrowedFd<'_>) -> io::Result<u64> {
+    match read(image)? {
+        Some(found) if found.label.holds != Holds::Nothing => Ok(found.label.bytes),
+        _ => Ok(seek(image, SeekFrom::End(0))?),
+    }
+}
+
+/// Whether a device without a label has nothing that anybody has put there: its first MiB and its last are zero.
+pub fn is_blank(image: BorrowedFd<'_>) -> io::Result<bool> {
+    let Some(device) = device_of(image)? else {
+        return Ok(false);
+    };
+    let mut buffer = Buffer::zeroed(ROOM as usize);
+    beside_cache(image, || {
+        for at in [0, device - ROOM] {
+            read_all(image, buffer.bytes_mut(), at)?;
+            if buffer.bytes().iter().any(|byte| *byte != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })
+}
+
+/// Has the first bytes of a device read as zero. `go_on` is asked now and then.
+pub fn zero(image: BorrowedFd<'_>, bytes: u64, go_on: impl Fn() -> bool) -> io::Result<()> {
+    let mut at = 0;
+    while at < bytes {
+        if !go_on() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let len = ZEROED.min(bytes - at);
+        let flags = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+        fallocate(image, flags, at, len)?;
+        at += len;
+    }
+    Ok(fdatasync(image)?)
+}
+
+/// The length of a block device that has room for a label and a disk as long.
+fn device_of(image: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+    if FileType::from_raw_mode(fstat(image)?.st_mode) != FileType::BlockDevice {
+        return Ok(None);
+    }
+    let device = seek(image, SeekFrom::End(0))?;
+    let has_room = device >= 2 * ROOM && device.is_multiple_of(SECTOR);
+    Ok(has_room.then_some(device))
+}
+
+/// Another descriptor of the same file may be read through the cache still, so this one gets back what it had.
+fn beside_cache<R>(image: BorrowedFd<'_>, work: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+    let flags = fcntl_getfl(image)?;
+    let is_direct = flags.contains(OFlags::DIRECT);
+    if !is_direct {
+        fcntl_setfl(image, flags | OFlags::DIRECT)?;
+    }
+    let done = work();
+    if !is_direct {
+        fcntl_setfl(image, flags)?;
+    }
+    done
+}
+
+fn place_of(device: u64, slot: u64) -> u64 {
+    device - ROOM + slot * SECOND
+}
+
+fn read_slot(image: BorrowedFd<'_>, device: u64, slot: u64) -> io::Result<Slot> {
+    let mut buffer = Buffer::zeroed(SLOT);
+    read_all(image, buffer.bytes_mut(), place_of(device, slot))?;
+    Ok(match decode(buffer.bytes(), device) {
+        Slot::Found(found) if found.slot() != slot => {
+            Slot::Foreign("it is in the other one's place")
+        }
+        read => read,
+    })
+}
+
+fn read_all(image: BorrowedFd<'_>, into: &mut [u8], at: u64) -> io::Result<()> {
+    let length = into.len();
+    let mut done = 0;
+    while done < length {
+        let rest = into.get_mut(done..).unwrap_or_default();
+        match pread(image, rest, at + done as u64)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => done += read,
+        }
+    }
+    Ok(())
+}
+
+impl Found {
+    /// Never the one that has what was said before.
+    fn slot(&self) -> u64 {
+        self.number % 2
+    }
+}
+
+/// Nothing where it does not fit.
+fn encode(found: &Found, device: u64) -> Option<Buffer> {
+    let Found { number, label } = found;
+    let (holds, name) = match &label.holds {
+        Holds::Nothing => (0_u8, ""),
+        Holds::Part(name) => (1, name.as_str()),
+        Holds::Disk => (2, ""),
+    };
+    let text = label.text.as_deref();
+    let parts = [
+        name.as_bytes(),
+        label.vm.as_bytes(),
+        label.disk.as_bytes(),
+        text.unwrap_or_default(),
+    ];
+    let mut slot = MAGIC.to_vec();
+    slot.extend(VERSION.to_le_bytes());
+    slot.extend([0; 4]);
+    for value in [*number, device, label.bytes] {
+        slot.extend(value.to_le_bytes());
+    }
+    slot.extend([holds, u8::from(text.is_some()), 0, 0]);
+    for part in parts {
+        slot.extend(u16::try_from(part.len()).ok()?.to_le_bytes());
+    }
+    parts.iter().for_each(|part| slot.extend(*part));
+    let mut buffer = Buffer::zeroed(SLOT);
+    buffer
+        .bytes_mut()
+        .get_mut(..slot.len())?
+        .copy_from_slice(&slot);
+    let sum = crc32(&[buffer.bytes().get(CHECKED..)?]);
+    let place = buffer.bytes_mut().get_mut(12..CHECKED)?;
+    place.copy_from_slice(&sum.to_le_bytes());
+    // What could not be read back is not written.
+    matches!(decode(buffer.bytes(), device), Slot::Found(_)).then_some(buffer)
+}
+
+/// What is in a slot of a device of this length.
+pub fn decode(slot: &[u8], device: u64) -> Slot {
+    match slot.strip_prefix(MAGIC) {
+        None => return Slot::Empty,
+        Some(_) if slot.len() != SLOT => return Slot::Torn,
+        Some(_) => {}
+    }
+    let mut at = Reader(slot.get(MAGIC.len()..).unwrap_or_default());
+    let [version, sum] =
+        [at.number::<4>(), at.number::<4>()].map(|word| word.map(u32::from_le_bytes));
+    if version != Some(VERSION) {
+        return Slot::Foreign("it has another format, so use the version of Godwit that wrote it");
+    }
+    if sum != slot.get(CHECKED..).map(|checked| crc32(&[checked])) {
+        return Slot::Torn;
+    }
+    match decode_checked(at, device) {
+        Ok(found) => Slot::Found(found),
+        Err(why) => Slot::Foreign(why),
+    }
+}
+
+fn decode_checked(mut at: Reader<'_>, device: u64) -> Result<Found, &'static str> {
+    const CUT: &str = "it is cut";
+    let mut long = || at.number::<8>().map(u64::from_le_bytes).ok_or(CUT);
+    let (number, of, bytes) = (long()?, long()?, long()?);
+    let [holds, has_text, 0, 0] = at.number::<4>().ok_or(CUT)? else {
+        return Err("it has what this version does not know");
+    };
+    let mut short = || at.number::<2>().map(u16::from_le_bytes).ok_or(CUT);
+    let lengths = [short()?, short()?, short()?, short()?].map(usize::from);
+    let mut part = |length: usize| at.take(length).ok_or(CUT);
+    let [name, vm, disk, text] = lengths;
+    let (name, vm, disk, text) = (part(name)?, part(vm)?, part(disk)?, part(text)?);
+    let is_rest_zero = at.0.iter().all(|byte| *byte == 0);
+    let is_name = |name: &[u8]| name.len() <= NAME_MAX;
+    if !is_rest_zero || ![name, vm, disk].into_iter().all(is_name) || text.len() > TEXT_MAX {
+        return Err("its lengths are wrong");
+    }
+    let word = |bytes: &[u8]| {
+        let word = String::from_utf8(bytes.to_vec());
+        word.map_err(|_| "its names are no text")
+    };
+    let (name, vm, disk) = (word(name)?, word(vm)?, word(disk)?);
+    let holds = match (holds, name.is_empty()) {
+        (0, true) => Holds::Nothing,
+        (1, false) => Holds::Part(name),
+        (2, true) => Holds::Disk,
+        _ => return Err("it says of nothing that this version knows what it holds"),
+    };
+    let is_length = match holds {
+        Holds::Nothing => bytes == 0,
+        _ => bytes > 0 && bytes.is_multiple_of(SECTOR) && bytes <= capacity(device),
+    };
+    if of != device || !is_length || number == 0 || number > NUMBER_MAX {
+        return Err("its numbers are not this device's");
+    }
+    let text = match has_text {
+        0 if text.is_empty() => None,
+        1 => Some(text.to_vec()),
+        _ => return Err("its lengths are wrong"),
+    };
+    Ok(Found {
+        number,
+        label: Label {
+            holds,
+            bytes,
+            vm,
+            disk,
+            text,
+        },
+    })
+}
+
+/// Takes what is next, if there is as much.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn number<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (number, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*number)
+    }
+
+    fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(taken)
+    }
+}
+
+/// For the tests and fuzzers of this workspace: a slot that says this.
+pub fn slot_of(found: &Found, device: u64) -> Option<Vec<u8>> {
+    encode(found, device).map(|buffer| buffer.bytes().to_vec())
+}
+
+#[cfg(test)]
+#[path = "label_tests.rs"]
+mod tests;

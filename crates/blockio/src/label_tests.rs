@@ -1,0 +1,247 @@
+//! What a label says after whatever became of its device, and what is refused.
+
+use super::*;
+use crate::{Access, Image, holder};
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::process::Command;
+
+const DEVICE: u64 = 64 << 20;
+
+/// A loop device over a file, which shows what is durable.
+struct Loop {
+    path: PathBuf,
+    file: File,
+    _directory: tempfile::TempDir,
+}
+
+impl Loop {
+    /// Nothing where none can be made.
+    fn new() -> Option<Self> {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let file = directory.path().join("file");
+        File::create(&file).unwrap().set_len(DEVICE).unwrap();
+        let made = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(&file)
+            .output();
+        let made = made.ok().filter(|made| made.status.success());
+        let Some(made) = made else {
+            println!("skipped: no loop device can be made here");
+            return None;
+        };
+        Some(Self {
+            path: PathBuf::from(String::from_utf8(made.stdout).unwrap().trim()),
+            file: File::options().read(true).write(true).open(&file).unwrap(),
+            _directory: directory,
+        })
+    }
+
+    fn open(&self) -> File {
+        let opened = File::options().read(true).write(true).open(&self.path);
+        opened.unwrap()
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
+    }
+}
+
+fn label(holds: Holds) -> Label {
+    Label {
+        holds,
+        bytes: 8 << 20,
+        vm: "web".to_owned(),
+        disk: "root".to_owned(),
+        text: None,
+    }
+}
+
+fn part() -> Label {
+    label(Holds::Part("lun.moving-1".to_owned()))
+}
+
+fn found(number: u64, label: Label) -> Found {
+    Found { number, label }
+}
+
+#[test]
+fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    assert_eq!(read(file.as_fd()).unwrap(), None);
+    assert!(is_blank(file.as_fd()).unwrap());
+    let mut before = None;
+    for (number, label) in [part(), label(Holds::Disk), Label::free()]
+        .into_iter()
+        .enumerate()
+    {
+        let written = write(file.as_fd(), before.as_ref(), label.clone()).unwrap();
+        assert_eq!(written, found(number as u64 + 1, label));
+        assert_eq!(read(device.open().as_fd()).unwrap(), Some(written.clone()));
+        let last = before.replace(written);
+        // A write that breaks off anywhere: what was said before counts, and it is refused where nothing was.
+        let at = place_of(DEVICE, before.as_ref().unwrap().slot());
+        let mut whole = vec![0; SLOT];
+        file.read_exact_at(&mut whole, at).unwrap();
+        file.write_all_at(&[0xa5; 8], at + 60).unwrap();
+        file.sync_all().unwrap();
+        match (read(device.open().as_fd()), last) {
+            (Ok(said), Some(last)) => assert_eq!(said, Some(last)),
+            (Err(error), None) => assert!(error.to_string().contains("checksum"), "{error}"),
+            other => panic!("{other:?}"),
+        }
+        file.write_all_at(&whole, at).unwrap();
+        file.sync_all().unwrap();
+    }
+    assert!(!is_blank(file.as_fd()).unwrap());
+}
+
+#[test]
+fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let of = |part: Option<&str>| {
+        let (file, access) = (device.open(), Access::ReadWrite);
+        match part {
+            Some(name) => Image::of_part(file, &device.path, access, 512, name),
+            None => Image::of(file, &device.path, access, 512),
+        }
+    };
+    assert_eq!(of(None).unwrap().bytes(), DEVICE, "no label");
+    let first = write(file.as_fd(), None, part()).unwrap();
+    let refused = of(None).unwrap_err().to_string();
+    assert!(
+        refused.contains("part of disk 'root' of VM 'web'"),
+        "{refused}"
+    );
+    assert!(of(Some("lun.moving-2")).is_err(), "another one's work");
+    assert_eq!(of(Some("lun.moving-1")).unwrap().bytes(), 8 << 20);
+    let whole = write(file.as_fd(), Some(&first), label(Holds::Disk)).unwrap();
+    let mut image = of(None).unwrap();
+    assert_eq!(image.bytes(), 8 << 20);
+    image.lock("a/web/root", std::time::Duration::ZERO).unwrap();
+    assert_eq!(image.bytes(), 8 << 20, "it is measured anew");
+    assert_eq!(length(file.as_fd()).unwrap(), 8 << 20);
+    drop(image);
+    write(file.as_fd(), Some(&whole), Label::free()).unwrap();
+    let refused = of(None).unwrap_err().to_string();
+    assert!(refused.contains("holds no disk"), "{refused}");
+}
+
+#[test]
+fn a_label_keeps_who_has_the_disk_as_a_file_does() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let image = file.as_fd();
+    let whole = write(image, None, label(Holds::Disk)).unwrap();
+    assert_eq!(holder::read(image).unwrap(), None);
+    assert!(holder::replace(image, None, b"a").unwrap());
+    assert!(!holder::replace(image, None, b"b").unwrap());
+    let held = holder::read(image).unwrap();
+    assert!(holder::replace(image, held.as_ref(), b"b").unwrap());
+    assert!(!holder::replace(image, held.as_ref(), b"c").unwrap());
+    assert_eq!(holder::read(image).unwrap().unwrap().text, b"b");
+    let refused = holder::try_out(image, "a", 10).unwrap_err();
+    assert_eq!(refused.kind(), io::ErrorKind::Unsupported);
+    holder::forget(image).unwrap();
+    assert_eq!(holder::read(image).unwrap().unwrap().text, b"");
+    let now = read(image).unwrap().unwrap();
+    assert!(now.number > whole.number && now.label.holds == Holds::Disk);
+    write(image, Some(&now), Label::free()).unwrap();
+    assert_eq!(holder::read(image).unwrap(), None);
+    assert!(holder::replace(image, None, b"d").is_err());
+}
+
+#[test]
+fn a_device_is_zeroed_and_is_blank_only_where_nothing_is_at_either_end() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    for at in [0, DEVICE - 512] {
+        file.write_all_at(&[7; 512], at).unwrap();
+        file.sync_all().unwrap();
+        assert!(!is_blank(file.as_fd()).unwrap(), "{at}");
+        zero(file.as_fd(), DEVICE, || true).unwrap();
+        assert!(is_blank(file.as_fd()).unwrap());
+    }
+    let mut byte = [1];
+    device.file.read_exact_at(&mut byte, 0).unwrap();
+    assert_eq!(byte, [0]);
+    let refused = zero(file.as_fd(), DEVICE, || false).unwrap_err();
+    assert_eq!(refused.kind(), io::ErrorKind::TimedOut);
+}
+
+/// A slot that was changed, with a right checksum.
+fn changed(at: usize, bytes: &[u8]) -> Slot {
+    let mut slot = slot_of(&found(1, label(Holds::Disk)), DEVICE).unwrap();
+    slot[at..at + bytes.len()].copy_from_slice(bytes);
+    let sum = crc32(&[&slot[CHECKED..]]);
+    slot[12..CHECKED].copy_from_slice(&sum.to_le_bytes());
+    decode(&slot, DEVICE)
+}
+
+#[test]
+fn what_is_not_understood_is_never_passed_over_for_what_was_said_before() {
+    assert!(
+        matches!(changed(16, &[1]), Slot::Found(_)),
+        "nothing is changed"
+    );
+    let long = |value: u64| value.to_le_bytes();
+    for (at, bytes) in [
+        (8, &2_u32.to_le_bytes()[..]),
+        (16, &long(0)),
+        (16, &long(NUMBER_MAX + 1)),
+        (24, &long(DEVICE + 512)),
+        (32, &long(0)),
+        (32, &long(513)),
+        (32, &long(DEVICE)),
+        (32, &long(u64::MAX)),
+        (40, &[3]),
+        (40, &[1]),
+        (41, &[2]),
+        (42, &[1]),
+        (44, &u16::MAX.to_le_bytes()),
+        (46, &256_u16.to_le_bytes()),
+        (50, &[1]),
+        (52, &[0xff]),
+        (SLOT - 1, &[1]),
+    ] {
+        let read = changed(at, bytes);
+        assert!(matches!(read, Slot::Foreign(_)), "{at}: {read:?}");
+        let before = Slot::Found(found(2, Label::free()));
+        assert!(newest([before, read]).is_err(), "{at}");
+    }
+    let slot = slot_of(&found(1, part()), DEVICE).unwrap();
+    assert_eq!(decode(&slot[..SLOT - 1], DEVICE), Slot::Torn);
+    assert_eq!(decode(&[0; SLOT], DEVICE), Slot::Empty);
+    assert_eq!(decode(&[], DEVICE), Slot::Empty);
+}
+
+#[test]
+fn what_does_not_fit_is_not_written() {
+    let named = |name: usize, text: usize| Label {
+        vm: "v".repeat(name),
+        text: Some(vec![1; text]),
+        ..label(Holds::Disk)
+    };
+    assert!(slot_of(&found(1, named(NAME_MAX, TEXT_MAX)), DEVICE).is_some());
+    for label in [
+        named(NAME_MAX + 1, 0),
+        named(0, TEXT_MAX + 1),
+        named(1 << 16, 0),
+        Label {
+            bytes: DEVICE - ROOM + 512,
+            ..label(Holds::Disk)
+        },
+        label(Holds::Part(String::new())),
+    ] {
+        assert!(slot_of(&found(1, label), DEVICE).is_none());
+    }
+    let file = tempfile::tempfile().unwrap();
+    assert!(write(file.as_fd(), None, part()).is_err());
+    assert_eq!(read(file.as_fd()).unwrap(), None);
+}
