@@ -1,12 +1,13 @@
 //! Makes an image longer, for good, and never shorter.
 //!
 //! The new length is durable before this returns: no guest is told of one that a power cut takes back. Owns nothing; the image
-//! is its caller's, who has its lock. Refuses: what would make it shorter, a block device of another size, and a length for
+//! is its caller's, who has its lock. Refuses: what would make it shorter, a block device of another size or with a label, and a length for
 //! which there is no room; then nothing has changed.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 
+use crate::label;
 use godwit_types::plant::planted;
 use rustix::fs::{FallocateFlags, FileType, SeekFrom, fallocate, fstat, fsync, ftruncate, seek};
 use rustix::io::Errno;
@@ -27,6 +28,13 @@ pub enum NotGrown {
         "it is a block device of {}, which is what its disk has: make the device as large as the disk is to be first", size(*.has)
     )]
     Device {
+        /// Bytes.
+        has: u64,
+    },
+    #[error(
+        "it has {} on a block device, where its label is behind it: move it to a datastore that is a directory first, with 'godwit vm move-disk'", size(*.has)
+    )]
+    Labelled {
         /// Bytes.
         has: u64,
     },
@@ -58,6 +66,10 @@ pub fn grow(image: BorrowedFd<'_>, bytes: u64, is_shared: bool) -> Result<u64, N
     let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
     let has = seek(image, SeekFrom::End(0))?;
     if kind == FileType::BlockDevice {
+        if let Some(found) = label::read(image)? {
+            let has = found.label.bytes;
+            return Err(NotGrown::Labelled { has });
+        }
         return match has / GIB == bytes / GIB {
             true => Ok(has),
             false => Err(NotGrown::Device { has }),

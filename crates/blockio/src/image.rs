@@ -56,6 +56,7 @@ pub struct Image {
     access: Access,
     bytes: u64,
     alignment: Alignment,
+    is_labelled: bool,
 }
 
 impl Image {
@@ -117,6 +118,7 @@ impl Image {
             _ => failed("open", source),
         })?;
         let found = label::read(file.as_fd()).map_err(|source| failed("measure", source))?;
+        let is_labelled = found.is_some();
         must_hold(found.map(|found| found.label).as_ref(), part)
             .map_err(|why| unusable(path, &why))?;
         let bytes = size_of(&file).map_err(|source| failed("measure", source))?;
@@ -145,6 +147,7 @@ impl Image {
             access,
             bytes,
             alignment,
+            is_labelled,
         })
     }
 
@@ -228,6 +231,11 @@ impl Image {
     /// What direct IO on it must be aligned to.
     pub fn alignment(&self) -> Alignment {
         self.alignment
+    }
+
+    /// Whether it is on a device with a label, before which it ends.
+    pub fn is_labelled(&self) -> bool {
+        self.is_labelled
     }
 
     pub fn path(&self) -> &Path {

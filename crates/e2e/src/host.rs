@@ -3,6 +3,7 @@
 //! Owns the VM process's life (and on drop its QEMU's). Waits are for events, with deadlines.
 
 use anyhow::{Context as _, bail};
+use godwit_blockio::label;
 use godwit_ownership::{Action, Event, HostRecord, Qemu, VmCore};
 use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::host_api::{DISKS_FILE, HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
@@ -12,8 +13,9 @@ use godwit_types::vm::{Accelerator, DiskSpec, VmSpec, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use serde_json::Value;
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::IpAddr;
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -134,8 +136,8 @@ impl Host {
                 Some(storage) => storage.own_path(path),
                 None => path.to_owned(),
             };
-            // A block device has its length at its end alone.
-            let bytes = std::fs::File::open(path)?.seek(SeekFrom::End(0))?;
+            // A block device has its length at its end or in its label.
+            let bytes = label::length(std::fs::File::open(path)?.as_fd())?;
             let name = disk.name.clone();
             Ok(DiskToMove {
                 name,

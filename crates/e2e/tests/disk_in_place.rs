@@ -4,15 +4,14 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{
-    LONG, LOOK_EVERY, Site, begin_move, dies_at, does_at, has_died, is_described, move_ended,
-    places,
+    LONG, LOOK_EVERY, Site, begin_move, copy_all, dies_at, does_at, has_died, is_described,
+    move_ended, places,
 };
 use godwit_e2e::pair::Options;
 use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -260,15 +259,6 @@ fn an_older_copy_of_the_state_directory_takes_no_disk_from_a_guest_that_runs() -
         site.pair.a.ask(&VmRequest::Stop { force: true })?;
         ensure!(files_beside(&fast)? == 1 && files_beside(&first)? == 0);
     }
-    Ok(())
-}
-
-fn copy_all(from: &Path, to: &Path) -> Result<()> {
-    let copied = Command::new("cp")
-        .arg("--archive")
-        .args([from, to])
-        .status()?;
-    ensure!(copied.success(), "{} is not copied", from.display());
     Ok(())
 }
 

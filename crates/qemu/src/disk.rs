@@ -8,11 +8,12 @@
 
 use crate::reserved::Reserved;
 use crate::rights::as_user;
+use godwit_blockio::label;
 use godwit_types::plant::planted;
 use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, SeekFrom, fcntl_setfl, fstat, linkat, open,
-    openat, renameat_with, seek, statat, unlink, unlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, fcntl_setfl, fstat, linkat, open, openat,
+    renameat_with, statat, unlink, unlinkat,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -206,11 +207,12 @@ pub fn open_to_look(path: &Path) -> io::Result<File> {
     )?)
 }
 
-/// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells.
+/// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells. A label tells where a disk
+/// on one ends.
 pub fn length_and_use(image: &File) -> io::Result<(u64, u64)> {
     let found = image.metadata()?;
     // A block device has its length at its end alone.
-    let bytes = seek(image, SeekFrom::End(0))?;
+    let bytes = label::length(image.as_fd())?;
     let used = match found.file_type().is_block_device() {
         true => bytes,
         false => found.blocks().saturating_mul(512).min(bytes),

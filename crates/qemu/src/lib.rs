@@ -14,6 +14,7 @@ pub mod command_line;
 pub mod console;
 mod convert;
 pub mod described;
+pub mod device;
 pub mod device_state;
 pub mod disk;
 pub mod disk_place;

@@ -12,6 +12,7 @@ use crate::disk_place::can_make_image;
 use crate::reserved::Reserved;
 use crate::whose::whose_at;
 use godwit_ownership::ImageRecord;
+use godwit_types::datastore::is_device_path;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::os::fd::OwnedFd;
@@ -130,7 +131,7 @@ pub fn make_disk(
     made.map_err(|error| of_disk(common.host, vm, disk, error))
 }
 
-/// Whether [`make_disk`] could make it, where `user` is the common one.
+/// Whether [`make_disk`] could make it, where `user` is the common one, or it could be opened, where it is to be a block device.
 pub fn can_make_disk(
     host: &HostName,
     user: User,
@@ -138,6 +139,17 @@ pub fn can_make_disk(
     disk: &DiskSpec,
 ) -> Result<(), ApiError> {
     let path = Path::new(&disk.path);
+    if is_device_path(&disk.path) {
+        let uid = own(spec).unwrap_or(user.uid);
+        let reserved = &Reserved::default();
+        let common = Common {
+            host,
+            user,
+            reserved,
+        };
+        let owner = User { uid, ..user };
+        return open_disks(common, &spec.name, std::slice::from_ref(disk), owner).map(drop);
+    }
     let can = as_either(own(spec).unwrap_or(user.uid), user, |uid, gid| {
         can_make_image(path, uid, gid)
     });

@@ -20,6 +20,7 @@ mod images;
 mod in_place;
 mod keeping;
 mod kept;
+mod labelled;
 mod left;
 mod moving;
 mod note;
@@ -121,6 +122,7 @@ impl Disks {
             copying: before.copying,
             left: before.left,
             known: before.known,
+            labelled: before.labelled,
         };
         let served = Served::new(config, paths, what, ram, held);
         let made = come.map(|migration| served.make_those_that_come(migration));
@@ -401,6 +403,7 @@ impl ServedDisks {
             copying: None,
             left: Vec::new(),
             known: Vec::new(),
+            labelled: Vec::new(),
         }
     }
 }

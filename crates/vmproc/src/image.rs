@@ -3,7 +3,7 @@
 //! Owns nothing. Refuses: to let an image go that anybody has open, and what is no image.
 
 use godwit_blockio::holder::{self, Held};
-use godwit_blockio::{Access, lock_file};
+use godwit_blockio::{Access, label, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{NotOpened, open_looked_at};
 use godwit_qemu::rights::as_user;
@@ -63,7 +63,7 @@ fn as_owner<R: Send>(
 fn open_image(path: &Path, access: OFlags) -> Result<File, ApiError> {
     let no_file = || {
         invalid(format!(
-            "{}: only an image that is a file bears a record of who has it",
+            "{}: only an image that is a file, or a block device with a label, bears a record of who has it",
             path.display()
         ))
     };
@@ -71,10 +71,11 @@ fn open_image(path: &Path, access: OFlags) -> Result<File, ApiError> {
         NotOpened::Kind => no_file(),
         why => refused(path, &why.into()),
     })?;
-    match file.metadata().is_ok_and(|found| found.is_file()) {
-        true => Ok(file),
-        false => Err(no_file()),
-    }
+    let bears = match file.metadata().is_ok_and(|found| found.is_file()) {
+        true => true,
+        false => label::read(file.as_fd()).is_ok_and(|label| label.is_some()),
+    };
+    bears.then_some(file).ok_or_else(no_file)
 }
 
 fn read(file: &File, path: &Path) -> Result<Option<ImageRecord>, ApiError> {
@@ -86,10 +87,15 @@ fn read(file: &File, path: &Path) -> Result<Option<ImageRecord>, ApiError> {
 
 /// What an image says, as somebody wrote it; nothing once a person has let it go.
 pub(crate) fn record_of(held: &Held) -> Result<Option<ImageRecord>, String> {
-    if held.text.is_empty() {
+    record_in(&held.text)
+}
+
+/// The same of its text alone.
+pub(crate) fn record_in(text: &[u8]) -> Result<Option<ImageRecord>, String> {
+    if text.is_empty() {
         return Ok(None);
     }
-    let record = serde_json::from_slice(&held.text);
+    let record = serde_json::from_slice(text);
     record.map_err(|error| {
         format!("what it says of itself is no record of this version of Godwit ({error})")
     })

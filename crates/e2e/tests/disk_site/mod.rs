@@ -308,6 +308,15 @@ pub fn has_successor(host: &Host, starts: u32) -> Result<()> {
     Ok(())
 }
 
+pub fn copy_all(from: &Path, to: &Path) -> Result<()> {
+    let copied = Command::new("cp")
+        .arg("--archive")
+        .args([from, to])
+        .status()?;
+    ensure!(copied.success(), "{} is not copied", from.display());
+    Ok(())
+}
+
 pub fn own(host: &Host, path: &Path) -> PathBuf {
     match &host.storage {
         Some(storage) => storage.own_path(path),

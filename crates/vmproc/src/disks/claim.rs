@@ -2,15 +2,15 @@
 //!
 //! Hosts that share an image tell each other by it who has it, and a host knows by it an image that was put back from an old
 //! copy. What it says is judged by [`ImageClaim`]. Owns nothing: the record is the image's. Refuses: an image that the record
-//! gives to another host, that is kept for another VM of this one ([`is_kept`]), or that is an older one; shared images on storage that keeps no such record. Block devices bear none.
+//! gives to another host, that is kept for another VM of this one ([`is_kept`]), or that is an older one; shared images on storage that keeps no such record. Block devices
+//! bear one where they have a label ([`super::labelled`]).
 
 use super::kept::{is_kept, said_of_another};
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::faults::planted;
 use crate::image::{readable_record, record_of};
-use godwit_blockio::Image;
-use godwit_blockio::holder;
+use godwit_blockio::{Image, holder, label};
 use godwit_ownership::{ImageClaim, ImageRecord, ImageRefusal};
 use godwit_qemu::disk::identity_of;
 use godwit_qemu::rights::as_user;
@@ -100,6 +100,12 @@ impl Served {
         if taking == Taking::Anew {
             self.must_not_be_kept(spec, image)?;
         }
+        self.must_be_made_for(spec, image).map_err(|why| {
+            self.refused(
+                spec,
+                &format!("the image {path} is not opened: it is {why}"),
+            )
+        })?;
         match self.as_opener(|| self.claim_as_opener(spec, image, generation, taking)) {
             Ok(known) => Ok(Some(known)),
             Err(NotTaken::Refused(why)) => refused(&format!(
@@ -319,11 +325,11 @@ impl Served {
 pub(super) fn named(
     config: &VmProcessConfig,
     uid: u32,
-    image: &Image,
+    image: BorrowedFd<'_>,
     error: godwit_blockio::Error,
 ) -> String {
     let of_another = |record: &ImageRecord| record.vm != config.vm;
-    let held = as_opener(config, uid, || holder::read(image.as_fd()));
+    let held = as_opener(config, uid, || holder::read(image));
     let held = held.ok().flatten();
     let record = readable_record(held.as_ref()).filter(of_another);
     match (error, record) {
@@ -388,10 +394,14 @@ fn release(spec: &DiskSpec) -> String {
     )
 }
 
-/// Whether an image bears a record once its guest may write it: a block device cannot.
+/// Whether an image bears a record once its guest may write it: a block device does where it has a label.
 pub(super) fn bears_record(image: impl AsFd) -> io::Result<bool> {
+    Ok(!is_device(&image)? || label::read(image.as_fd())?.is_some())
+}
+
+pub(super) fn is_device(image: impl AsFd) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
-    Ok(kind != FileType::BlockDevice)
+    Ok(kind == FileType::BlockDevice)
 }
 
 pub(super) fn fresh_id() -> io::Result<ImageId> {

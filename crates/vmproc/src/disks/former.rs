@@ -1,9 +1,11 @@
 //! Removal of an image that is no disk any more: of the very one, and of nothing that took its place.
 //!
 //! Which file it is, is judged by what was noted of it ([`godwit_ownership::NotedImage`]). Owns nothing. Refuses: another file, and, until that is
-//! known, one that may be another; and a block device, which is whoever made it's to remove: it is not even looked at.
+//! known, one that may be another; and a block device, which is whoever made it's to remove: only its label is told that it holds no disk, if it
+//! has one.
 
 use super::entry::{Entry, Found};
+use super::labelled::{self, Whose, let_go};
 use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::{Is, NotedImage};
@@ -44,7 +46,8 @@ impl Former<'_> {
         let (disk, path) = (self.disk, self.path.display());
         if is_device(self.image) {
             tell_left(disk, &path.to_string());
-            return true;
+            let whose = self.known.map(Whose::Disk);
+            return whose.is_none_or(|whose| let_go(self.path, &[whose]));
         }
         let looked = Entry::looked_at(self.path).and_then(|(found, entry)| match found {
             Found::Nothing => Ok(entry.is_on(self.image.0)),
@@ -81,6 +84,15 @@ impl Former<'_> {
         })
     }
 
+    /// What has its name now.
+    pub(super) fn look(&self) -> io::Result<Is> {
+        if is_device(self.image) {
+            return labelled::compare(self.path, self.known);
+        }
+        let (found, entry) = Entry::looked_at(self.path)?;
+        self.compare(found, &entry)
+    }
+
     pub(super) fn compare(&self, found: Found, entry: &Entry<'_>) -> io::Result<Is> {
         let Found::File(found) = found else {
             return Ok(Is::Another);
@@ -94,6 +106,11 @@ impl Former<'_> {
 
     /// Whether its file is there, by whomever it was taken since.
     pub(super) fn is_there(&self) -> io::Result<bool> {
+        if is_device(self.image) {
+            let says =
+                labelled::look(self.path)?.and_then(|found| labelled::known_by(&found.label));
+            return Ok(says.is_some() && self.noted().is_there((0, 0), says.as_ref()));
+        }
         let (found, entry) = Entry::looked_at(self.path)?;
         Ok(match found {
             Found::File(found) => self.noted().is_there(found, said_by(&entry)?.as_ref()),

@@ -10,8 +10,9 @@
 use super::claim::Taking;
 use super::history;
 use super::images::rename;
+use super::labelled::{finish, name_in};
 use super::left::{Copying, follow, remove_left};
-use super::moving::{begin_copying, open_disk_image};
+use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::there::DiskAlong;
@@ -445,7 +446,9 @@ impl Served {
     /// Makes a second image that is equal to the first and has its name, durably.
     fn make_equal(&self, going: &mut Going<'_>) -> Result<(Mirror, Image), Stopped> {
         let path = Path::new(&going.place.path);
-        must_be_free(path)?;
+        if !going.copying.is_on_device() {
+            must_be_free(path)?;
+        }
         let disk = self.disk(going.index)?;
         self.must_be_mirrored(going.index, &disk)?;
         if !disk.status()?.has_image {
@@ -462,7 +465,11 @@ impl Served {
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
         let mirror = Mirror {
-            total: begin_copying((&going.spec, going.image), bytes, &course),
+            total: match going.copying.is_on_device() {
+                // What is a hole in the first image may be anything there.
+                true => begin_copying_all(bytes, &course),
+                false => begin_copying((&going.spec, going.image), bytes, &course),
+            },
             disk,
             second,
             began: Instant::now(),
@@ -470,16 +477,12 @@ impl Served {
         reached("disk-move.copying");
         self.wait_until_equal(going, &mirror)?;
         // What takes long comes before the disk stands still.
-        let named = rename(Path::new(&going.copying.beside), path);
-        let named = named.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => is_taken(path),
-            _ => format!(
-                "its image does not get its name {}: {error}",
-                path.display()
-            ),
-        });
-        named?.sync()?;
         mirror.second.sync()?;
+        match going.copying.is_on_device() {
+            true => finish(image.as_fd(), &name_in(&going.copying.beside))?,
+            false => give_name(&going.copying, path)?,
+        }
+        reached("disk-move.named");
         let spec = DiskSpec {
             path: going.place.path.clone(),
             ..going.spec.clone()
@@ -539,12 +542,19 @@ impl Served {
     /// Makes the image that the disk is copied to, and notes that it is this move's.
     fn make_second(&self, going: &mut Going<'_>, bytes: u64) -> Result<Image, Stopped> {
         self.change(|what| what.copying = Some(going.copying.clone()))?;
+        let is_on_device = going.copying.is_on_device();
         let beside = DiskSpec {
-            path: going.copying.beside.clone(),
+            path: match is_on_device {
+                true => going.place.path.clone(),
+                false => going.copying.beside.clone(),
+            },
             shared: going.place.shared,
             ..going.spec.clone()
         };
-        let made = self.make(&beside, bytes)?;
+        let made = match is_on_device {
+            true => self.make_on_device(&beside, (&name_in(&going.copying.beside), bytes))?,
+            false => self.make(&beside, bytes)?,
+        };
         reached("disk-move.made");
         let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew), Some(&made))?;
         let identity = image.identity()?;
@@ -575,6 +585,19 @@ impl Served {
             std::thread::sleep(LOOK_EVERY);
         }
     }
+}
+
+/// What was copied gets the name that its disk is to have, durably.
+fn give_name(copying: &Copying, path: &Path) -> Result<(), Stopped> {
+    let named = rename(Path::new(&copying.beside), path);
+    let named = named.map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => is_taken(path),
+        _ => format!(
+            "its image does not get its name {}: {error}",
+            path.display()
+        ),
+    });
+    Ok(named?.sync()?)
 }
 
 fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {

@@ -8,9 +8,11 @@ use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_store::{VmStore, load_json};
+use godwit_store::{StoreError, VmStore, load_json};
+use godwit_types::VmName;
 use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
 use godwit_types::vm::{DiskSpec, VmSpec};
+use std::fmt::Display;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -58,6 +60,42 @@ pub(super) fn is_kept(
     }
 }
 
+/// Refuses a device that another VM of this host, on or off, has for a disk: it may bear no label, and its both ends may be zero. In doubt
+/// it is kept. Why is a part of a sentence.
+pub(super) fn must_be_nobodys(config: &VmProcessConfig, device: &File) -> Result<(), String> {
+    let told = |error: &dyn Display| format!("may be a disk of another VM of this host: {error}");
+    let own = identity_of_open(device).map_err(|error| told(&error))?;
+    let dir = Path::new(&config.state_dir);
+    let Some((state, all)) = VmStore::state_of(dir).zip(dir.parent()) else {
+        return Ok(());
+    };
+    for entry in std::fs::read_dir(all).map_err(|error| told(&error))? {
+        let name = entry.map_err(|error| told(&error))?.file_name();
+        let Some(Ok(vm)) = name.to_str().map(VmName::new) else {
+            continue;
+        };
+        if vm == config.vm || !may_hold(state, &vm).map_err(|error| told(&error))? {
+            continue;
+        }
+        let spec = VmStore::directory(state, &vm).join(SPEC_FILE);
+        let spec: Option<VmSpec> = load_json(&spec).map_err(|error| told(&error))?;
+        let mut disks = spec.iter().flat_map(|spec| &spec.disks);
+        // One that is not there is no device that is.
+        let is_it = |disk: &&DiskSpec| matches!(identity_of(Path::new(&disk.path)), Ok(Some(found)) if found == own);
+        if let Some(disk) = disks.find(is_it) {
+            return Err(format!(
+                "is disk '{}' of VM '{vm}', which this host has, too: choose another place",
+                disk.name
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn may_hold(state: &Path, vm: &VmName) -> Result<bool, StoreError> {
+    Ok(VmStore::peek(state, vm)?.is_some_and(|held| held.may_hold()))
+}
+
 /// Whether this file may be the disk's image.
 fn has(disk: &DiskSpec, image: BorrowedFd<'_>, look: Look<'_>) -> bool {
     let open = image.as_fd().try_clone_to_owned().map(File::from);
@@ -84,9 +122,9 @@ mod tests {
     use crate::testing::{Site, ask, holds, open};
     use godwit_ownership::{HostRecord, IMAGE_RECORD_FORMAT, Phase, Power};
     use godwit_store::save_json;
+    use godwit_types::Generation;
     use godwit_types::host_api::VmRequest;
     use godwit_types::image::ImageId;
-    use godwit_types::{Generation, VmName};
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::PathBuf;
@@ -192,6 +230,26 @@ mod tests {
         assert!(!here.is_kept(&here.image()), "it was deleted");
         std::fs::remove_dir_all(VmStore::directory(&here.state(), &Here::db())).unwrap();
         assert!(!here.is_kept(&here.image()), "it is not known here");
+    }
+
+    #[test]
+    fn a_device_that_another_vm_of_the_host_has_is_no_place_for_a_disk() {
+        let here = Here::new();
+        let image = File::open(here.image()).unwrap();
+        let refused = || must_be_nobodys(&here.site.config, &image);
+        let why = refused().unwrap_err();
+        assert!(why.contains("is disk 'root' of VM 'db'"), "{why}");
+        here.has(holds(Power::Off), &here.images.path().join("other.raw"));
+        refused().unwrap();
+        here.has(holds(Power::Off), &here.image());
+        std::fs::write(here.description(), "torn").unwrap();
+        assert!(
+            refused()
+                .unwrap_err()
+                .contains("may be a disk of another VM")
+        );
+        here.has(Phase::Absent, &here.image());
+        refused().unwrap();
     }
 
     #[test]

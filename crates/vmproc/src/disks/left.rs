@@ -3,7 +3,7 @@
 //! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
 //! what is a disk, or may be one where `disks.json` is an older copy, a block device, or another file than the one that was left.
 //!
-//! A block device that was left has nothing to be done with it, and is looked at no more. But it is still there, with the disk as it was then: so it
+//! The label of a block device is told that there is no disk any more ([`super::labelled`]). One without a label that was left has nothing to be done with it, and is looked at no more. But it is still there, with the disk as it was then: so it
 //! stays noted, also when the VM has left ([`super::devices`]), and a description that names it while the VM has its disk elsewhere on this host, as an older copy
 //! does, is not obeyed.
 
@@ -11,13 +11,15 @@ use super::devices;
 use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::remove;
+use super::labelled;
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
-use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is};
+use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is, NotedImage};
 use godwit_store::{StoreError, load_json, save_json, sync_document};
+use godwit_types::datastore::is_device_path;
 use godwit_types::image::{KnownImage, take_newest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
@@ -76,8 +78,11 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
     what.left.retain(|left| !is_described(&left.path));
     if described.is_none() {
         // Nobody starts anything with a description that could name it.
-        what.left
-            .retain(|left| !(left.followed && is_device(left.image)));
+        let labelled = &what.labelled;
+        what.left.retain(|left| {
+            let is_told = labelled.contains(&left.path);
+            !(left.followed && is_device(left.image)) || is_told
+        });
     }
     // What is read of it may be gone after a power cut, and another image be the disk then.
     sync_document(&paths.disks()).map_err(|error| error.to_string())?;
@@ -148,6 +153,8 @@ pub(super) struct Earlier {
     pub known: Vec<KnownImage>,
     pub along: Vec<WentAlong>,
     pub unread: Vec<String>,
+    /// Of devices that are disks or were left.
+    pub labelled: Vec<String>,
 }
 
 /// For a QEMU that is started with these disks.
@@ -162,6 +169,7 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         known: what.known,
         along: what.along,
         unread: what.unread,
+        labelled: what.labelled,
     });
     let is_disk = |path: &String| disks.iter().any(|disk| disk.path == *path);
     let noted = devices::noted(paths).into_iter();
@@ -175,6 +183,10 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         .known
         .retain(|known| disks.iter().any(|disk| disk.name == known.disk));
     earlier.unread.retain(is_disk);
+    let is_left = |path: &String| earlier.left.iter().any(|left| left.path == *path);
+    earlier
+        .labelled
+        .retain(|path| is_disk(path) || is_left(path));
     take_newest(
         &mut earlier.known,
         of_shared(said_by_controller(paths), disks),
@@ -258,16 +270,17 @@ pub(super) fn says_where(described: &mut DiskSpec, now: &DiskSpec) -> bool {
     is_elsewhere
 }
 
-/// Removes what nothing needs any more; what could not be removed stays noted, and so do a block device and what may be the best that is left
-/// of a disk.
+/// Removes what nothing needs any more; what could not be removed stays noted, and so do a block device whose label cannot say that it holds no disk
+/// any more and what may be the best that is left of a disk.
 pub(super) fn remove_left(what: &mut ServedDisks) {
     let now = what.clone();
     what.left.retain(|left| {
         let is_disk = now.disks.iter().any(|disk| disk.path == left.path);
+        let is_told = now.labelled.contains(&left.path);
         let former = FormerImage {
             followed: left.followed,
             is_disk,
-            is_guarded: is_device(left.image) && !left.disk.is_empty(),
+            is_guarded: is_device(left.image) && !left.disk.is_empty() && !is_told,
         };
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
@@ -291,7 +304,8 @@ impl Left {
             image: *image,
             known: what.known_image(&disk.name),
         };
-        let is_there = is_device(*image) || now.is_there().unwrap_or(false);
+        let is_silent = is_device(*image) && !what.labelled.contains(&disk.path);
+        let is_there = is_silent || now.is_there().unwrap_or(false);
         if !is_there {
             let (disk, path, now) = (&self.disk, &self.path, &disk.path);
             tracing::error!(
@@ -327,7 +341,7 @@ impl Copying {
                 image: **image,
                 known: what.known_image(&disk.name),
             };
-            // A device is not compared; what was taken since that is not written down yet is it all the same.
+            // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
             former.is_there().unwrap_or(false)
         };
         !meant.is_empty() && meant.iter().all(is_there)
@@ -335,7 +349,7 @@ impl Copying {
 
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
     fn out_of_reach(&self) -> Option<[Left; 2]> {
-        let image = self.image?;
+        let image = self.image.filter(|image| !is_device(*image))?;
         let beside = Entry::looked_at(Path::new(&self.beside));
         // No other file has that name, whatever number its device has now.
         let is_there = |(found, entry): (Found, Entry<'_>)| {
@@ -366,10 +380,16 @@ impl Copying {
 
     /// Whether what has its name says that it was taken for a disk since.
     fn was_taken_since(&self) -> bool {
-        let says = Entry::at(Path::new(&self.path)).and_then(|entry| said_by(&entry));
-        let says = says.ok().flatten();
-        self.former()
-            .is_some_and(|former| former.noted().was_taken_since(says.as_ref()))
+        let path = Path::new(&self.path);
+        let says = match self.is_on_device() {
+            true => labelled::look(path).map(|found| labelled::known_by(&found?.label)),
+            false => Entry::at(path).and_then(|entry| said_by(&entry)),
+        };
+        let noted = NotedImage {
+            image: self.image.unwrap_or_default(),
+            known: self.known.as_ref(),
+        };
+        noted.was_taken_since(says.ok().flatten().as_ref())
     }
 
     /// It may be a disk by now: only the name is removed that no disk ever has.
@@ -380,16 +400,29 @@ impl Copying {
                 "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
             );
         }
-        if !remove(Path::new(beside)) {
+        if !self.is_on_device() && !remove(Path::new(beside)) {
             tracing::warn!("{beside} is left there: nobody needs it");
         }
     }
 
     /// Whether that is it; nothing where it cannot be told now.
     fn has_its_name(&self) -> Option<Is> {
-        let former = self.former()?;
-        let (found, entry) = Entry::looked_at(former.path).ok()?;
-        former.compare(found, &entry).ok()
+        self.former()?.look().ok()
+    }
+
+    /// Whether the disk comes to a block device.
+    pub(super) fn is_on_device(&self) -> bool {
+        is_device_path(&self.path)
+    }
+
+    /// Has the device say that it holds nothing, unless it holds something else. Returns whether nothing is left to be done.
+    fn let_go(&self) -> bool {
+        let part = labelled::name_in(&self.beside);
+        let part = labelled::Whose::Part(&part);
+        let disk = self.known.as_ref().map(labelled::Whose::Disk);
+        let path = Path::new(&self.path);
+        let whose: Vec<_> = std::iter::once(part).chain(disk).collect();
+        labelled::let_go(path, &whose) || matches!(path.try_exists(), Ok(false))
     }
 
     pub(super) fn why_not_moved(&self) -> String {
@@ -405,6 +438,9 @@ impl Copying {
         let mut disks = what.disks.iter();
         if disks.any(|disk| disk.path == self.path || disk.path == self.beside) {
             return true;
+        }
+        if self.is_on_device() {
+            return self.let_go();
         }
         let is_gone = remove(Path::new(&self.beside));
         let Some(former) = self.former() else {

@@ -5,7 +5,7 @@
 //! durable only. Owns nothing; waits for storage, so it runs on a thread of its own. Refuses: images that this host does not have, by their
 //! lock and by what they say of themselves, disks that their guests only read, and what [`godwit_blockio::grow`] refuses.
 
-use super::claim::{as_opener, bears_record, fresh_id, named};
+use super::claim::{as_opener, bears_record, fresh_id, is_device, named};
 use super::left::of_earlier;
 use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
@@ -98,7 +98,9 @@ impl AtRest {
             Image::of(file, path, Access::ReadWrite, BLOCK).map_err(|error| refused(&error))?;
         let name = lock_name(&self.config, spec);
         let locked = image.lock(&name, LOCK_WAIT);
-        locked.map_err(|error| refused(&named(&self.config, self.owner().uid, &image, error)))?;
+        locked.map_err(|error| {
+            refused(&named(&self.config, self.owner().uid, image.as_fd(), error))
+        })?;
         self.must_be_ours(spec, image.as_fd())
             .map_err(|why| refused(&why))?;
         let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
@@ -196,7 +198,7 @@ fn done(config: &VmProcessConfig, wish: &ResizeDisk, what: &str, image: impl AsF
 
 /// What an image may still come to take of its file system, and what that has, where it is less.
 fn lacks(image: BorrowedFd<'_>) -> io::Result<Option<(u64, u64)>> {
-    if !bears_record(image)? {
+    if is_device(image)? {
         return Ok(None);
     }
     let (bytes, used) = length_and_use(&File::from(image.try_clone_to_owned()?))?;

@@ -81,6 +81,9 @@ pub(crate) struct ServedDisks {
     /// What this host knows of the images that its VM's disks had.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) known: Vec<KnownImage>,
+    /// Paths of block devices that bear labels.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) labelled: Vec<String>,
 }
 
 /// A QEMU's disks, as all handles share them.
@@ -267,7 +270,9 @@ impl Served {
             images.push(image);
         }
         let (mut filling, mut identities) = (Vec::new(), Vec::new());
+        let mut labelled = Vec::new();
         for (image, disk) in images.iter().zip(&what.disks) {
+            labelled.extend(image.is_labelled().then(|| disk.path.clone()));
             let identity = image.identity();
             let identity = identity.map_err(|error| self.refused(disk, &error))?;
             filling.push(self.fills(disk, image)?);
@@ -278,6 +283,7 @@ impl Served {
         self.change(|what| {
             what.images = identities;
             expected.into_iter().for_each(|known| what.know(known));
+            labelled.into_iter().for_each(|path| what.note_label(path));
         })?;
         for (index, image) in images.into_iter().enumerate() {
             let disk = what.disks.get(index);
@@ -498,13 +504,20 @@ impl Served {
         if !spec.read_only {
             forget_mark(&file);
         }
-        let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
+        let image = match self.part_of(spec, made.is_some()) {
+            Some(part) => Image::of_part(file, Path::new(&spec.path), access, BLOCK, &part),
+            None => Image::of(file, Path::new(&spec.path), access, BLOCK),
+        };
         let mut image = image.map_err(|error| refused(&error))?;
+        self.must_have_label(spec, &image)
+            .map_err(|why| refused(&why))?;
         let Some(taking) = taking else {
             return Ok((image, None));
         };
         let locked = image.lock(&lock_name(&self.config, spec), patience);
-        locked.map_err(|error| refused(&named(&self.config, self.what().uid, &image, error)))?;
+        locked.map_err(|error| {
+            refused(&named(&self.config, self.what().uid, image.as_fd(), error))
+        })?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,
             None => None,

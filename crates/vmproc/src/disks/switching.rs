@@ -7,6 +7,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the mirror while it is there. Refuses: to call a second image the
 //! disk that is not equal, not durable or not the file that was made for it.
 
+use super::labelled;
 use super::left::{Copying, Left};
 use super::served::{Served, ServedDisks};
 use super::there::DiskAlong;
@@ -16,6 +17,7 @@ use crate::faults::{planted, reached};
 use godwit_blockio::{Bound, Image, SecondImage};
 use godwit_qemu::disk::identity_of;
 use godwit_types::ApiError;
+use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::image::KnownImage;
 use godwit_types::vm::DiskSpec;
@@ -30,6 +32,9 @@ use std::time::{Duration, Instant};
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
 fn length_of(path: &Path) -> io::Result<u64> {
+    if is_device_path(&path.to_string_lossy()) {
+        return labelled::length_of(path);
+    }
     Ok(std::fs::metadata(path)?.len())
 }
 
@@ -258,6 +263,9 @@ impl Served {
             if let Some(disk) = what.disks.get_mut(index) {
                 disk.path.clone_from(&place.path);
                 disk.shared = place.shared;
+            }
+            if going.copying.is_on_device() {
+                what.note_label(place.path.clone());
             }
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;

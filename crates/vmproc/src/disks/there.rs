@@ -8,9 +8,11 @@ use super::Disks;
 use super::activity::Gauge;
 use super::entry::{Entry, Found};
 use super::former::said_by;
+use super::labelled::known_by;
 use super::moving;
 use super::served::{Served, ServedDisks};
 use crate::files::Paths;
+use godwit_blockio::label;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::MigrationId;
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,7 +78,7 @@ impl DiskAlong {
             says,
             identity: identity_of_open(&file)?,
             boot: boot.unwrap_or_default().trim().to_owned(),
-            bytes: seek(&file, SeekFrom::End(0))?,
+            bytes: label::length(file.as_fd())?,
         };
         Ok((file, seen))
     }
@@ -128,7 +131,9 @@ impl DiskAlong {
 /// An image, and what it says of itself: nothing where it can say nothing.
 fn open(path: &Path) -> io::Result<(File, Option<KnownImage>)> {
     if is_device_path(&path.to_string_lossy()) {
-        return Ok((open_to_look(&path.canonicalize()?)?, None));
+        let file = open_to_look(&path.canonicalize()?)?;
+        let says = label::read(file.as_fd())?.and_then(|found| known_by(&found.label));
+        return Ok((file, says));
     }
     let (found, entry) = Entry::looked_at(path)?;
     if !matches!(found, Found::File(_)) {

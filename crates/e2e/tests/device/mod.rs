@@ -1,0 +1,114 @@
+//! A loop device with a node of its own below `/dev`, for everybody, as a volume has one.
+#![allow(dead_code)]
+
+use anyhow::Result;
+use godwit_blockio::label::{self, Label};
+use godwit_blockio::{Access, Image};
+use std::fs::{File, Permissions};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+static NUMBER: AtomicU32 = AtomicU32::new(0);
+
+pub struct Device {
+    number: PathBuf,
+    node: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Device {
+    /// Nothing where none can be made.
+    pub fn new(bytes: u64) -> Result<Option<Self>> {
+        let directory = tempfile::tempdir_in("/var/tmp")?;
+        let file = directory.path().join("file");
+        File::create(&file)?.set_len(bytes)?;
+        let made = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(&file)
+            .output()?;
+        if !made.status.success() {
+            println!("skipped: {}", String::from_utf8_lossy(&made.stderr));
+            return Ok(None);
+        }
+        let own = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let device = Self {
+            number: PathBuf::from(String::from_utf8(made.stdout)?.trim()),
+            node: format!("/dev/godwit-test-{}-{own}", std::process::id()).into(),
+            _directory: directory,
+        };
+        let copied = Command::new("cp")
+            .arg("--archive")
+            .args([&device.number, &device.node])
+            .status()?;
+        if !copied.success() || File::open(&device.node).is_err() {
+            println!("skipped: no node of a device can be made here");
+            return Ok(None);
+        }
+        std::fs::set_permissions(&device.node, Permissions::from_mode(0o666))?;
+        Ok(Some(device))
+    }
+
+    pub fn node(&self) -> &Path {
+        &self.node
+    }
+
+    fn open(&self) -> Result<File> {
+        Ok(File::options().read(true).write(true).open(&self.node)?)
+    }
+
+    pub fn label(&self) -> Result<Option<Label>> {
+        let found = label::read(self.open()?.as_fd())?;
+        Ok(found.map(|found| found.label))
+    }
+
+    /// Has it bear this label.
+    pub fn say(&self, label: Label) -> Result<()> {
+        let file = self.open()?;
+        let before = label::read(file.as_fd())?;
+        label::write(file.as_fd(), before.as_ref(), label)?;
+        Ok(())
+    }
+
+    pub fn wipe_label(&self) -> Result<()> {
+        let end = self.bytes()?.len() as u64;
+        self.write(&vec![0; label::ROOM as usize], end - label::ROOM)
+    }
+
+    pub fn bytes(&self) -> Result<Vec<u8>> {
+        Ok(std::fs::read(&self.node)?)
+    }
+
+    pub fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
+        let file = self.open()?;
+        file.write_all_at(bytes, at)?;
+        Ok(file.sync_all()?)
+    }
+
+    pub fn read(&self, into: &mut [u8], at: u64) -> Result<()> {
+        Ok(self.open()?.read_exact_at(into, at)?)
+    }
+
+    /// Somebody else works with it, whatever is there.
+    pub fn lock(&self) -> Result<File> {
+        let file = self.open()?;
+        let patience = std::time::Duration::ZERO;
+        godwit_blockio::lock_file(&file, &self.node, Access::ReadWrite, "other", patience)?;
+        Ok(file)
+    }
+
+    /// Whether somebody else may have it for a disk.
+    pub fn is_free(&self) -> Result<()> {
+        let mut image = Image::open(&self.node, Access::ReadWrite, 512)?;
+        Ok(image.lock("other", super::disk_site::LONG)?)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.node);
+        let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
+    }
+}
