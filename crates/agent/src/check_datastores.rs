@@ -8,8 +8,10 @@ use crate::datastore_rooms::said;
 use crate::datastores::remount;
 use crate::looking;
 use crate::users::{self, User};
-use godwit_qemu::disk::DiskError;
+use godwit_qemu::device::device_room;
+use godwit_qemu::disk::{DiskError, open_image};
 use godwit_qemu::disk_place::can_make_image;
+use godwit_qemu::reserved::Reserved;
 use godwit_types::DatastoreName;
 use godwit_types::datastore::{Datastore, DatastoreRoom, is_device_path};
 use godwit_types::host::Check;
@@ -73,16 +75,10 @@ fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Durati
 }
 
 fn look(name: &DatastoreName, path: &str, user: User) -> Check {
+    if is_device_path(path) {
+        return look_at_device(name, path, user);
+    }
     match std::fs::metadata(path) {
-        Ok(_) if is_device_path(path) => {
-            return failed(
-                NAME,
-                format!(
-                    "{name}: {path} is where devices are, and disks come to directories alone yet"
-                ),
-                "correct [datastores] in host.toml and restart godwit-agent",
-            );
-        }
         Ok(found) if found.is_dir() => {}
         Ok(_) => {
             return failed(
@@ -124,6 +120,49 @@ fn look(name: &DatastoreName, path: &str, user: User) -> Check {
     }
     let room = said(&found);
     not_writable(name, path, user).unwrap_or_else(|| judge_room(name, path, room))
+}
+
+/// A device, and whether a disk can come to it. One that holds a disk is well.
+fn look_at_device(name: &DatastoreName, path: &str, user: User) -> Check {
+    let room = match device_room(path) {
+        Ok(room) => room,
+        Err(error) => {
+            return failed(
+                NAME,
+                format!("{name}: the block device {path} cannot be looked at: {error}"),
+                "see that it is there and that its storage answers, or correct [datastores] in host.toml and restart godwit-agent",
+            );
+        }
+    };
+    let open = |uid| open_image(Path::new(path), false, uid, user.gid, &Reserved::default());
+    if rustix::process::geteuid().is_root()
+        && open(user.uid).or_else(|_| open(*UIDS.start())).is_err()
+    {
+        return failed(
+            NAME,
+            format!("{name}: QEMU's users may not open the block device {path}"),
+            format!(
+                "let their group do so, with a udev rule that lasts: chgrp {} {path}; chmod 660 {path}",
+                user.gid
+            ),
+        );
+    }
+    let mib = room.bytes >> 20;
+    match (room.holds, room.taken) {
+        (Some(holds), _) => ok(
+            NAME,
+            format!("{name}: the block device {path} holds {holds}"),
+        ),
+        (None, None) => ok(
+            NAME,
+            format!("{name}: the block device {path} is free for a disk of at most {mib} MiB"),
+        ),
+        (None, Some(why)) => warning(
+            NAME,
+            format!("{name}: no disk can come: {why}"),
+            "see what is on it",
+        ),
+    }
 }
 
 /// What keeps QEMU's users from making images there, if anything does. VMs have users of their own in the common group.
@@ -213,7 +252,11 @@ mod tests {
         // A directory of devices is in memory: a disk there would be gone with the next boot.
         let found = looked("/dev/pts");
         assert_eq!(found.status, CheckStatus::Failed);
-        assert!(found.found.contains("where devices are"), "{}", found.found);
+        assert!(
+            found.found.contains("cannot be looked at"),
+            "{}",
+            found.found
+        );
     }
 
     #[test]

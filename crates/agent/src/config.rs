@@ -297,7 +297,14 @@ impl HostConfig {
         if self.datastores.values().any(is_relative) {
             return refuse(
                 "datastores",
-                "give each the absolute path of a directory, as in fast = { path = \"/srv/fast\" }",
+                "give each the absolute path of a directory, as in fast = { path = \"/srv/fast\" }, or of a block device below /dev",
+            );
+        }
+        let is_shared_device = |store: &Datastore| store.is_device() && store.shared;
+        if self.datastores.values().any(is_shared_device) {
+            return refuse(
+                "datastores",
+                "leave out 'shared = true' for a block device: a disk on one is of one host at a time",
             );
         }
         if self.guest_shutdown_s > GUEST_SHUTDOWN_S_BEFORE {

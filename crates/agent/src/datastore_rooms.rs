@@ -3,9 +3,10 @@
 //! Owns what was found last; what was found long ago is told no more. Refuses: to have anybody wait for storage.
 
 use crate::looking::look;
+use godwit_qemu::device::{DeviceRoom, device_room};
 use godwit_qemu::disk_place::room_of;
 use godwit_types::DatastoreName;
-use godwit_types::datastore::{Datastore, DatastoreRoom, Datastores};
+use godwit_types::datastore::{Datastore, DatastoreRoom, Datastores, is_device_path};
 use rustix::fs::{StatVfs, statvfs};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -42,7 +43,10 @@ impl Rooms {
         if seen.is_none_or(|(at, _)| at.elapsed() >= LOOK_EACH) {
             let (all, name, path) = (Arc::clone(&self.0), name.clone(), store.path.clone());
             let work = move || {
-                let room = statvfs(Path::new(&path)).ok().map(|found| said(&found));
+                let room = match is_device_path(&path) {
+                    true => device_room(&path).ok().map(said_of_device),
+                    false => statvfs(Path::new(&path)).ok().map(|found| said(&found)),
+                };
                 lock(&all).insert(name, (Instant::now(), room));
             };
             // Where nobody can look now, the next one who asks begins it.
@@ -62,6 +66,15 @@ pub(crate) fn said(found: &StatVfs) -> DatastoreRoom {
     DatastoreRoom {
         free_mib: room_of(found) >> 20,
         total_mib: found.f_blocks.saturating_mul(found.f_frsize) >> 20,
+    }
+}
+
+/// The same of a device: it takes one disk or none.
+fn said_of_device(room: DeviceRoom) -> DatastoreRoom {
+    let total_mib = room.bytes >> 20;
+    DatastoreRoom {
+        free_mib: if room.taken.is_none() { total_mib } else { 0 },
+        total_mib,
     }
 }
 

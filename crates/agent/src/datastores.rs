@@ -1,13 +1,14 @@
 //! Datastores of this host, and the places in them that disks move to while their guest runs.
 //!
-//! Owns nothing: a datastore is a directory that the configuration names. Refuses: one that is not there, that cannot be written
-//! or has too little room, a disk that is in it already, and a place where a file is; a dry run lists all of that which it can tell at once.
+//! Owns nothing: a datastore is a directory, or a block device, that the configuration names. Refuses: one that is not there, that cannot be written
+//! or has too little room, a disk that is in it already, a place where a file is, and a device that holds a disk or for which several are meant; a dry run lists all of that which it can tell at once.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::{can_be_made, reserved_path};
+use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
-use godwit_types::datastore::{Datastore, Datastores, is_device_path};
+use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
@@ -40,12 +41,15 @@ pub(crate) fn places(
         let known = listed(datastores.keys());
         refused(
             ErrorCode::InvalidRequest,
-            format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
+            format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory or block device below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
         )
     })?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
-    let room = room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why))?;
-    let shares_blocks = shares_blocks(Path::new(&store.path));
+    let room = match store.is_device() {
+        true => one_disk(host, name, &disks).map(|()| u64::MAX),
+        false => room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why)),
+    }?;
+    let shares_blocks = !store.is_device() && shares_blocks(Path::new(&store.path));
     let (mut needed, mut refusals) = (0_u64, Vec::new());
     let places = disks.iter().map(|disk| {
         let place = DiskPlace {
@@ -59,7 +63,7 @@ pub(crate) fn places(
             true => Err(format!(
                 "{what} is in datastore '{name}' of host '{host}' already"
             )),
-            false => must_be_free(Path::new(&place.path)).map_err(|why| {
+            false => must_take(store, &place.path, disk).map_err(|why| {
                 format!("{what} cannot move to datastore '{name}' of host '{host}': {why}")
             }),
         };
@@ -135,12 +139,36 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
     Ok(disks)
 }
 
+/// Whether an image can be made there, as far as that is known by looking.
+fn must_take(store: &Datastore, path: &str, disk: &DiskSpec) -> Result<(), String> {
+    match store.is_device() {
+        true => device_must_take(path, measured(disk).map_or(0, |(bytes, _)| bytes)),
+        false => must_be_free(Path::new(path)),
+    }
+}
+
+/// A device takes one, and the person says which.
+fn one_disk(host: &HostName, name: &DatastoreName, disks: &[&DiskSpec]) -> Result<(), ApiError> {
+    if let [_] = disks {
+        return Ok(());
+    }
+    let names = listed(disks.iter().map(|disk| &disk.name));
+    let message = format!(
+        "datastore '{name}' of host '{host}' is a block device, which holds one disk: name one of {names}"
+    );
+    Err(ApiError::new(ErrorCode::InvalidRequest, message).on_host(host))
+}
+
 /// What a disk's image takes; nothing of one that cannot be looked at, which its VM process then says.
 fn used_bytes(disk: &DiskSpec) -> u64 {
+    measured(disk).map_or(0, |(_, used)| used)
+}
+
+/// Bytes of its image, and those that it takes.
+fn measured(disk: &DiskSpec) -> std::io::Result<(u64, u64)> {
     // A device may be named by a link to it.
-    let path = Path::new(&disk.path).canonicalize();
-    let measured = path.and_then(|path| length_and_use(&open_to_look(&path)?));
-    measured.map_or(0, |(_, used)| used)
+    let path = Path::new(&disk.path).canonicalize()?;
+    length_and_use(&open_to_look(&path)?)
 }
 
 /// Whether a disk's image is in the file system of a datastore.
@@ -167,9 +195,9 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
     let path = &store.path;
     let what = format!("datastore '{name}' of host '{host}'");
     match std::fs::metadata(path) {
-        Ok(found) if found.file_type().is_block_device() || is_device_path(path) => {
+        Ok(found) if found.file_type().is_block_device() => {
             return Err(format!(
-                "{what} is {path}, where devices are, and disks come to directories alone yet: name another datastore"
+                "{what} is {path}, a block device: give it the path that it has below /dev"
             ));
         }
         Ok(found) if found.is_dir() => {}

@@ -255,11 +255,49 @@ fn what_a_move_takes_is_told_from_the_last_one_between_the_same_places_and_is_no
 
 #[test]
 fn a_directory_of_devices_is_no_datastore() {
-    let (host, name) = (
-        HostName::new("a").unwrap(),
-        DatastoreName::new("raw").unwrap(),
+    let mut house = House::new();
+    let raw = Datastore::new("/dev/pts", false);
+    house.stores.insert(store("raw"), raw);
+    house.refuses(&["root"], "raw", &["/dev/pts cannot be looked at"]);
+    house.refuses(
+        &[],
+        "raw",
+        &["which holds one disk: name one of root, data"],
     );
-    let store = Datastore::new("/dev/pts", false);
-    let refused = room_in(&host, &name, &store).unwrap_err();
-    assert!(refused.contains("where devices are"), "{refused}");
+}
+
+#[test]
+fn a_device_takes_one_disk_if_nothing_is_on_it_and_it_is_as_long() {
+    let (mut house, place) = (House::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let file = place.path().join("device");
+    std::fs::File::create(&file)
+        .unwrap()
+        .set_len(4 << 20)
+        .unwrap();
+    let losetup = |words: &[&std::ffi::OsStr]| {
+        let made = Command::new("losetup").args(words).output().ok()?;
+        let said = String::from_utf8(made.stdout).unwrap();
+        made.status.success().then(|| said.trim().to_owned())
+    };
+    let Some(device) = losetup(&["-f".as_ref(), "--show".as_ref(), file.as_os_str()]) else {
+        return println!("skipped: no device can be made of a file");
+    };
+    house
+        .stores
+        .insert(store("lun"), Datastore::new(&*device, false));
+    let places = house.places(&["root"], "lun");
+    let sized = |bytes| {
+        let root = &house.spec.disks[0].path;
+        let root = std::fs::File::options().write(true).open(root);
+        root.unwrap().set_len(bytes).unwrap();
+        house.places(&["root"], "lun").unwrap_err().message
+    };
+    let long = sized(4 << 20);
+    losetup(&["-d".as_ref(), device.as_ref()]);
+    assert_eq!(places.unwrap()[0].path, device);
+    let told = "datastore 'lun' of host 'a': the device";
+    assert!(
+        long.contains(told) && long.contains("at most 3 MiB"),
+        "{long}"
+    );
 }

@@ -11,10 +11,10 @@ use utoipa::ToSchema;
 /// What a host has of them.
 pub type Datastores = BTreeMap<DatastoreName, Datastore>;
 
-/// A named place for disks on a host: a directory.
+/// A named place for disks on a host: a directory, or a block device, which holds one disk at a time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Datastore {
-    /// The directory, as the host has it.
+    /// The directory, or the device below `/dev`, as the host has it.
     pub path: String,
     /// Whether other hosts that have a datastore of this name have the same storage behind it.
     #[serde(default)]
@@ -43,19 +43,30 @@ impl Datastore {
         }
     }
 
+    /// Whether it is a block device.
+    pub fn is_device(&self) -> bool {
+        is_device_path(&self.path)
+    }
+
     /// The path of a disk's image that comes to it, by the names of VM and disk.
     pub fn image_of(&self, vm: &VmName, disk: &str) -> String {
         self.path_of(&format!("{vm}-{disk}.raw"))
     }
 
-    /// The path of a file in it.
+    /// The path of a file in it; a device is its disk.
     pub fn path_of(&self, file: &str) -> String {
+        if self.is_device() {
+            return self.path.clone();
+        }
         let path = Path::new(&self.path).join(file);
         path.to_string_lossy().into_owned()
     }
 
     /// Whether a path is that of a file in it; what is in a directory below is not.
     pub fn holds(&self, path: &str) -> bool {
+        if self.is_device() {
+            return Path::new(path) == Path::new(&self.path);
+        }
         Path::new(path).parent() == Some(Path::new(&self.path))
     }
 }
@@ -95,6 +106,16 @@ mod tests {
         assert_eq!(name("/srv/web-root.raw"), Some("all"));
         assert_eq!(name("/srv/slow/web-root.raw"), None);
         assert_eq!(name("/"), None);
+    }
+
+    #[test]
+    fn a_device_holds_the_disk_that_is_it() {
+        let store = Datastore::new("/dev/vg0/lun", false);
+        assert!(store.is_device() && !Datastore::new("/srv/fast", false).is_device());
+        let image = store.image_of(&VmName::new("web").unwrap(), "root");
+        assert_eq!(image, "/dev/vg0/lun");
+        assert!(store.holds(&image) && store.holds("/dev/vg0//lun"));
+        assert!(!store.holds("/dev/vg0/lun/web-root.raw") && !store.holds("/dev/vg0"));
     }
 
     #[test]
