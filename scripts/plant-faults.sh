@@ -252,6 +252,12 @@ vmproc() {
     vmproc_case larger-unjudged disk_holder an_image_that_another_disk_or_host_had_last_is_not_made_larger
     vmproc_unit removed-by-path disks::entry::tests::what_was_looked_at_is_removed_though_its_directory_was_exchanged_for_a_link
     vmproc_case made-not-compared disk_in_place a_file_that_somebody_puts_where_a_new_image_was_made_is_not_written
+    vmproc_case half-made-opened disk_on_device a_vm_whose_device_says_something_else_is_not_started_with_it
+    vmproc_case label-not-missed disk_on_device a_vm_whose_device_says_something_else_is_not_started_with_it
+    vmproc_case device-not-looked-at disk_on_device a_device_on_which_anything_is_takes_no_disk_and_is_not_changed
+    vmproc_case device-holes-skipped disk_on_device a_disk_comes_to_a_device_and_leaves_it_and_comes_again_and_its_guest_loses_nothing
+    vmproc_case device-not-zeroed disk_to_device a_vm_comes_to_a_device_of_another_host_and_goes_back_and_loses_nothing
+    vmproc_unit any-device-freed disks::labelled::tests::only_the_part_or_the_disk_that_is_noted_is_let_go
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
     vmproc_case room-not-awaited disk_full a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
     vmproc_case room-wait-not-on-record disk_full a_guest_that_waits_for_room_when_its_host_loses_power_is_booted_and_one_that_a_person_paused_is_not

@@ -254,6 +254,29 @@ impl HostConfig {
         !self.migration_addresses.is_empty() || !self.migration_interfaces.is_empty()
     }
 
+    fn check_datastores(&self, path: &Path) -> Result<(), ConfigError> {
+        let refuse = |message: &str| {
+            Err(ConfigError::Value {
+                path: path.into(),
+                key: "datastores",
+                message: message.into(),
+            })
+        };
+        let is_relative = |store: &Datastore| !Path::new(&store.path).is_absolute();
+        if self.datastores.values().any(is_relative) {
+            return refuse(
+                "give each the absolute path of a directory, as in fast = { path = \"/srv/fast\" }, or of a block device below /dev",
+            );
+        }
+        let is_shared_device = |store: &Datastore| store.is_device() && store.shared;
+        if self.datastores.values().any(is_shared_device) {
+            return refuse(
+                "leave out 'shared = true' for a block device: a disk on one is of one host at a time",
+            );
+        }
+        Ok(())
+    }
+
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
         let refuse = |key: &'static str, message: &str| {
             Err(ConfigError::Value {
@@ -293,20 +316,7 @@ impl HostConfig {
         if uefi.into_iter().any(|path| !path.is_absolute()) {
             return refuse("uefi_code or uefi_variables", "give an absolute path");
         }
-        let is_relative = |store: &Datastore| !Path::new(&store.path).is_absolute();
-        if self.datastores.values().any(is_relative) {
-            return refuse(
-                "datastores",
-                "give each the absolute path of a directory, as in fast = { path = \"/srv/fast\" }, or of a block device below /dev",
-            );
-        }
-        let is_shared_device = |store: &Datastore| store.is_device() && store.shared;
-        if self.datastores.values().any(is_shared_device) {
-            return refuse(
-                "datastores",
-                "leave out 'shared = true' for a block device: a disk on one is of one host at a time",
-            );
-        }
+        self.check_datastores(path)?;
         if self.guest_shutdown_s > GUEST_SHUTDOWN_S_BEFORE {
             return refuse(
                 "guest_shutdown_s",

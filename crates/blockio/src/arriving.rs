@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileExt, MetadataExt as _};
+use std::os::unix::fs::{FileExt, FileTypeExt as _, MetadataExt as _};
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use rustix::ioctl::{Setter, ioctl, opcode};
 
 use crate::kept_room::KeptRoom;
-use crate::{Buffer, Error, Image};
+use crate::{Buffer, Error, Image, label};
 
 /// Most ranges that are remembered: a source has far fewer changes under way.
 const REMEMBERED_MAX: usize = 1 << 18;
@@ -83,6 +83,9 @@ impl Arriving {
         let name = self.path.display();
         let own = self.file.metadata();
         let own = own.map_err(|error| format!("{name} cannot be looked at: {error}"))?;
+        if own.file_type().is_block_device() {
+            return self.device_must_hold_it(own.rdev());
+        }
         let named = self.path.symlink_metadata();
         let who = "see who may write into that directory";
         if !named.is_ok_and(|named| (named.dev(), named.ino()) == (own.dev(), own.ino())) {
@@ -95,6 +98,25 @@ impl Arriving {
             length => Err(format!(
                 "{name} has {length} bytes by now in place of {}: {who}",
                 self.bytes
+            )),
+        }
+    }
+
+    /// As [`Self::must_be_whole`], of a device of this number.
+    fn device_must_hold_it(&self, number: u64) -> Result<(), String> {
+        let name = self.path.display();
+        // A device may be named by a link to it.
+        let named = self.path.metadata();
+        if !named.is_ok_and(|named| named.rdev() == number) {
+            return Err(format!(
+                "{name} is not the device any more to which the disk came"
+            ));
+        }
+        let told = |error| format!("{name} cannot be looked at: {error}");
+        match label::read(self.file.as_fd()).map_err(told)? {
+            Some(found) if found.label.bytes == self.bytes => Ok(()),
+            _ => Err(format!(
+                "the label of {name} does not say any more what came there: see who may write to that device"
             )),
         }
     }

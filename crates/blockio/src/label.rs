@@ -38,7 +38,7 @@ const TEXT_MAX: usize = 2048;
 /// No label's number is larger.
 const NUMBER_MAX: u64 = 1 << 48;
 /// So much is zeroed at a time.
-const ZEROED: u64 = 1 << 30;
+const ZEROED: u64 = 128 << 20;
 
 /// What a device holds.
 #[derive(Debug, Clone, PartialEq, Eq)]

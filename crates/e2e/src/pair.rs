@@ -58,6 +58,8 @@ pub struct Options {
     pub relayed: bool,
     /// The source gets another key than the destination.
     pub wrong_key: bool,
+    /// Where the first disk comes to, if not to the path that it has.
+    pub disk_to: Option<String>,
 }
 
 impl Default for Options {
@@ -71,6 +73,7 @@ impl Default for Options {
             prepare: false,
             relayed: false,
             wrong_key: false,
+            disk_to: None,
         }
     }
 }
@@ -278,8 +281,12 @@ impl Pair {
             to.start_process()?;
         }
         let accelerator = vm.accelerator.unwrap_or(Accelerator::Tcg);
+        let mut there = vm.spec;
+        if let (Some(disk), Some(path)) = (there.disks.first_mut(), &options.disk_to) {
+            disk.path.clone_from(path);
+        }
         let prepare = PrepareIncoming {
-            spec: vm.spec,
+            spec: there,
             accelerator,
             migration: spec.clone(),
         };

@@ -7,6 +7,7 @@ use super::{Finding, refuse};
 use crate::config::HostConfig;
 use crate::datastores::read_only;
 use crate::users;
+use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
 use godwit_qemu::user::{User, can_make_disk};
@@ -87,10 +88,16 @@ pub(super) fn places(config: &HostConfig, spec: &VmSpec, disks: &[DiskToMove]) -
     let host = &config.name;
     let mut promised = Promised::default();
     let come = spec.disks.iter().filter(|disk| !disk.read_only);
-    come.map(|disk| match disk.shared {
-        true => is_there(host, disk),
-        false => has_place((host, &config.datastores), disk, disks, &mut promised)
-            .and_then(|place| can_be_made(config, spec, disk).map(|()| place)),
+    let is_on_device = |disk: &DiskSpec| {
+        datastore_of(&config.datastores, &disk.path).is_some_and(|(_, store)| store.is_device())
+    };
+    come.map(|disk| {
+        let place = match disk.shared {
+            true => return is_there(host, disk),
+            false if is_on_device(disk) => fits_on_device(host, disk, disks),
+            false => has_place((host, &config.datastores), disk, disks, &mut promised),
+        };
+        place.and_then(|place| can_be_made(config, spec, disk).map(|()| place))
     })
     .collect()
 }
@@ -156,8 +163,25 @@ fn not_among_devices(path: &Path) -> Result<(), String> {
         return Ok(());
     };
     Err(format!(
-        "{shown} {is}, and disks come to directories alone yet: name a datastore for it (--disk NAME=DATASTORE)"
+        "{shown} {is}, and no datastore of that host: name a datastore for it (--disk NAME=DATASTORE)"
     ))
+}
+
+/// A device of this host that is a datastore.
+fn fits_on_device(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
+    let (name, path) = (&disk.name, &disk.path);
+    let size = disks.iter().find(|size| size.name == *name);
+    let bytes = size.map_or(0, |size| size.bytes);
+    match device_must_take(path, bytes) {
+        Ok(()) => Ok(format!(
+            "disk '{name}': {} MiB of the block device {path} on host '{host}'",
+            bytes >> 20
+        )),
+        Err(why) => refuse(
+            ErrorCode::Preflight,
+            format!("disk '{name}' cannot come to host '{host}': {why}"),
+        ),
+    }
 }
 
 fn has_place(
@@ -377,7 +401,7 @@ mod tests {
                 &mut Promised::default(),
             );
             let refused = format!("{:?}", refused.unwrap_err());
-            let words = "where that host has its devices, and disks come to directories alone";
+            let words = "where that host has its devices, and no datastore of that host";
             assert!(refused.contains(words), "{refused}");
         }
     }

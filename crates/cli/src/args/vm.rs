@@ -127,7 +127,7 @@ pub enum VmCommand {
     Migrate(VmMigrate),
     /// Move disks of a running VM to another datastore of its host
     ///
-    /// The guest keeps running. A datastore is a directory that the host's /etc/godwit/host.toml names.
+    /// The guest keeps running. A datastore is a directory or a block device that the host's /etc/godwit/host.toml names.
     #[command(
         override_usage = "godwit vm move-disk [OPTIONS] <VM> [DISK]... --to <DATASTORE>\n       godwit vm move-disk <VM> <--list|--cancel>",
         after_help = "Examples:\n  godwit vm move-disk web --to fast\n  godwit vm move-disk web root --to fast --max-bandwidth 800\n  godwit vm move-disk web --to fast --dry-run\n  godwit vm move-disk web --list\n  godwit vm move-disk web --cancel"

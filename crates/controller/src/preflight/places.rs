@@ -1,14 +1,14 @@
 //! Where a VM's disks come to on another host.
 //!
 //! Pure: told by the description and by what both hosts say of their datastores; whether there is room is the destination's
-//! to say. Refuses: a choice for a disk that does not go along, a datastore that the destination does not have, and a disk that
-//! would come to a device's path.
+//! to say. Refuses: a choice for a disk that does not go along, a datastore that the destination does not have, a disk that
+//! would come to the path of a device that is no datastore there, and two on one device.
 
 use crate::error::{Outcome, refuse};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
-use godwit_types::{DatastoreName, ErrorCode, HostName, VmSpec};
+use godwit_types::{DatastoreName, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -27,10 +27,9 @@ pub fn there(
     for disk in &mut there.disks {
         let name = &disk.name;
         let Some(store) = wish.get(name) else {
-            if let Some(path) = same_store(disk, from, to) {
+            if let Some(path) = same_store(vm, disk, from, to) {
                 disk.path = path;
-            }
-            if disk.goes_along() && is_device_path(&disk.path) {
+            } else if disk.goes_along() && is_device_path(&disk.path) {
                 let path = &disk.path;
                 return refuse(
                     ErrorCode::NotMigratable,
@@ -53,7 +52,7 @@ pub fn there(
         }
         let found = to.get(store).ok_or_else(|| {
             let known = listed(to.keys());
-            format!("host {host} has no datastore '{store}' (it has {known}): name its directory below [datastores] in /etc/godwit/host.toml there, and restart its agent")
+            format!("host {host} has no datastore '{store}' (it has {known}): name its directory or block device below [datastores] in /etc/godwit/host.toml there, and restart its agent")
         });
         match found {
             Ok(found) if found.shared => {
@@ -64,20 +63,31 @@ pub fn there(
                     ),
                 );
             }
-            Ok(found) if is_device_path(&found.path) => {
-                let path = &found.path;
-                return refuse(
-                    ErrorCode::InvalidRequest,
-                    format!(
-                        "datastore '{store}' of host {host} is {path}, where devices are, and disks come to directories alone yet: name another datastore"
-                    ),
-                );
-            }
             Ok(found) => disk.path = found.image_of(vm, name),
             Err(why) => return refuse(ErrorCode::InvalidRequest, why),
         }
     }
+    one_each(&there, host)?;
     Ok(there)
+}
+
+/// A device holds one disk.
+fn one_each(there: &VmSpec, host: &HostName) -> Outcome<()> {
+    let on_devices = there.disks.iter().filter(|disk| is_device_path(&disk.path));
+    let mut on_devices = on_devices.filter(|disk| disk.goes_along());
+    let is_other =
+        |one: &DiskSpec, other: &DiskSpec| one.name != other.name && one.path == other.path;
+    let other = |one: &DiskSpec| there.disks.iter().find(|other| is_other(one, other));
+    match on_devices.find_map(|disk| Some((disk, other(disk)?))) {
+        None => Ok(()),
+        Some((one, other)) => refuse(
+            ErrorCode::InvalidRequest,
+            format!(
+                "disks '{}' and '{}' of VM {} would both come to {} of host {host}, a block device, which holds one disk: name another datastore for one of them",
+                one.name, other.name, there.name, one.path
+            ),
+        ),
+    }
 }
 
 fn has(spec: &VmSpec, disk: &str) -> bool {
@@ -85,8 +95,11 @@ fn has(spec: &VmSpec, disk: &str) -> bool {
 }
 
 /// The path of a disk's file in the destination's datastore of the name of the one that it is in.
-fn same_store(disk: &DiskSpec, from: &Datastores, to: &Datastores) -> Option<String> {
-    let (name, _) = datastore_of(from, &disk.path)?;
+fn same_store(vm: &VmName, disk: &DiskSpec, from: &Datastores, to: &Datastores) -> Option<String> {
+    let (name, store) = datastore_of(from, &disk.path)?;
+    if store.is_device() {
+        return Some(to.get(name)?.image_of(vm, &disk.name));
+    }
     let file = Path::new(&disk.path).file_name()?.to_str()?;
     Some(to.get(name)?.path_of(file))
 }
@@ -94,7 +107,6 @@ fn same_store(disk: &DiskSpec, from: &Datastores, to: &Datastores) -> Option<Str
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_types::VmName;
     use godwit_types::datastore::Datastore;
 
     fn disk(name: &str, path: &str) -> DiskSpec {
@@ -167,10 +179,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_on_a_device_goes_along_to_a_datastore_that_is_named_and_to_no_device() {
+    fn a_disk_on_a_device_goes_along_to_a_datastore_that_is_named() {
         let to: Datastores = [
             store("slow", "/b/slow", false),
-            store("raw", "/dev/vg0", false),
+            store("raw", "/dev/vg0/lun", false),
         ]
         .into();
         let host = HostName::new("b").unwrap();
@@ -184,16 +196,11 @@ mod tests {
             Ok::<_, String>(there.disks[0].path.clone())
         };
         assert_eq!(there(&spec, Some("slow")).unwrap(), "/b/slow/web-root.raw");
-        for (wish, words) in [
-            (
-                None,
-                "its path /dev/vg0/web is a device of the host that it is on, so name a datastore ('godwit vm migrate web --to b --disk root=DATASTORE')",
-            ),
-            (
-                Some("raw"),
-                "datastore 'raw' of host b is /dev/vg0, where devices are",
-            ),
-        ] {
+        assert_eq!(there(&spec, Some("raw")).unwrap(), "/dev/vg0/lun");
+        for (wish, words) in [(
+            None,
+            "its path /dev/vg0/web is a device of the host that it is on, so name a datastore ('godwit vm migrate web --to b --disk root=DATASTORE')",
+        )] {
             let refused = there(&spec, wish).unwrap_err();
             assert!(refused.contains(words), "{refused}");
         }
@@ -202,5 +209,32 @@ mod tests {
             (spec.disks[0].read_only, spec.disks[0].shared) = (read_only, shared);
             assert_eq!(there(&spec, None).unwrap(), "/dev/vg0/web");
         }
+    }
+    #[test]
+    fn a_device_of_the_same_name_takes_the_disk_of_a_directory_or_a_device_and_no_second_one() {
+        let host = HostName::new("b").unwrap();
+        let lun = |path: &str| Datastores::from([store("lun", path, false)]);
+        let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
+        let goes = |spec: &VmSpec, from: &str, to: &str| {
+            let there = there(spec, &lun(from), (&host, &lun(to)), &BTreeMap::new());
+            let there = there.map_err(|error| error.message)?;
+            Ok::<_, String>(there.disks[0].path.clone())
+        };
+        spec.disks = vec![disk("root", "/dev/a/lun")];
+        assert_eq!(
+            goes(&spec, "/dev/a/lun", "/dev/b/lun").unwrap(),
+            "/dev/b/lun"
+        );
+        assert_eq!(
+            goes(&spec, "/dev/a/lun", "/b/lun").unwrap(),
+            "/b/lun/web-root.raw"
+        );
+        spec.disks = vec![disk("root", "/a/lun/r.raw"), disk("data", "/a/lun/d.raw")];
+        let refused = goes(&spec, "/a/lun", "/dev/b/lun").unwrap_err();
+        assert!(
+            refused.contains("disks 'root' and 'data' of VM web would both come"),
+            "{refused}"
+        );
+        assert_eq!(goes(&spec, "/a/lun", "/b/lun").unwrap(), "/b/lun/r.raw");
     }
 }

@@ -8,11 +8,13 @@
 use super::Disks;
 use super::entry::{Entry, Found};
 use super::images::{along, arrival, arriving_path, forget, remove};
+use super::labelled::{Whose, arriving_name, keep_part, let_go, name_in, part_at};
 use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_store::load_json;
+use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use serde::{Deserialize, Serialize};
@@ -253,6 +255,9 @@ impl Came<'_> {
 
     /// Returns whether nothing of it is left to be done.
     fn settle(&self, source: Source, aside: &mut Aside) -> bool {
+        if is_device_path(&self.disk.path) {
+            return self.settle_on_device(source, aside);
+        }
         let path = self.path();
         let taken = match self.size(source) {
             Ok(_) if source == Source::HasDisks => return remove(Path::new(&path)),
@@ -279,6 +284,38 @@ impl Came<'_> {
             Err(error) => return self.stays(&error, aside),
         }
         true
+    }
+
+    /// As [`Self::settle`], of a part of a disk that is on a device: it has no other name than its label tells.
+    fn settle_on_device(&self, source: Source, aside: &mut Aside) -> bool {
+        let (path, id) = (&self.disk.path, &self.arrival.migration);
+        let (name, kept) = (arriving_name(path, id), name_in(&self.kept_path(1)));
+        let bytes = match part_at(path, &name) {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return true,
+            Err(_) if source != Source::Unknown => return true,
+            Err(error) => return self.stays(&error, aside),
+        };
+        let (disk, mib) = (&self.disk.name, mib(bytes));
+        match source {
+            Source::HasDisks => let_go(Path::new(path), &[Whose::Part(&name)]),
+            Source::Unknown => {
+                aside.waits.push(format!(
+                    "what came of disk '{disk}' with migration {id} stays on the device {path} ({mib} MiB) until its source says that it has the disk, and is let go then; zero the device yourself ('blkdiscard -z {path}') if you know that nobody needs it; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
+                ));
+                false
+            }
+            Source::Gone => match keep_part(path, [&name, &kept]) {
+                Ok(_) => {
+                    let state = self.state();
+                    aside.kept.push(format!(
+                        "what came of disk '{disk}' with migration {id} is kept on the device {path} ({mib} MiB): {state}; to go on from it let 'godwit image release {path}' call it a disk on this host, name the device as the 'path' of the disk in the VM's description, and start that here; it stays until somebody zeroes the device"
+                    ));
+                    true
+                }
+                Err(error) => self.stays(&error, aside),
+            },
+        }
     }
 
     /// Bytes of it and those that it takes; nothing where it is gone. A file system that is not mounted may have it, or has another number by now:

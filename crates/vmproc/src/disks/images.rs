@@ -8,12 +8,14 @@ use super::came::{Arrival, Aside, Source, keep_all, put_aside};
 use super::devices;
 use super::entry::Entry;
 use super::former::Former;
+use super::labelled::{arriving_name, finish_at};
 use super::left::{Left, moved, settle_moves};
 use super::record;
 use super::served::ServedDisks;
 use super::there::note_went_on;
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document};
+use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeMap;
@@ -65,7 +67,10 @@ fn over(aside: Aside) -> Result<(), String> {
 pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<(), String> {
     for disk in along(disks) {
         let came = arriving_path(&disk.path, migration);
-        let named = rename(Path::new(&came), Path::new(&disk.path));
+        let named = match is_device_path(&disk.path) {
+            true => finish_at(&disk.path, &arriving_name(&disk.path, migration)),
+            false => rename(Path::new(&came), Path::new(&disk.path)).map(drop),
+        };
         named.map_err(|error| {
             let (name, path) = (&disk.name, &disk.path);
             format!(
@@ -85,7 +90,9 @@ pub(super) fn rename<'a>(from: &Path, to: &'a Path) -> io::Result<Entry<'a>> {
 
 /// Makes the names of images durable, those that they have while they come, too.
 pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
-    let paths = along(disks).map(|disk| Path::new(&disk.path));
+    // What a label says is durable already.
+    let files = along(disks).filter(|disk| !is_device_path(&disk.path));
+    let paths = files.map(|disk| Path::new(&disk.path));
     let one_of_each: BTreeMap<_, _> = paths.map(|path| (path.parent(), path)).collect();
     let mut paths = one_of_each.into_values();
     paths.try_for_each(|path| Entry::at(path)?.sync())

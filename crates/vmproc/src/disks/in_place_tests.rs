@@ -4,6 +4,7 @@ use super::super::there;
 use super::*;
 use crate::testing::{LONG, Site, apart};
 use godwit_guestmem::RamFile;
+use godwit_qemu::disk::is_taken;
 use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_qemu::user::User;
 use godwit_store::load_json;

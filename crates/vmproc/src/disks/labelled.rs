@@ -6,6 +6,7 @@
 //! nothing go but the very part or disk that is noted.
 
 use super::claim::named;
+use super::images::arriving_path;
 use super::kept::must_be_nobodys;
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
@@ -15,19 +16,23 @@ use godwit_blockio::label::{self, Found, Holds, Label};
 use godwit_blockio::{Access, Image, lock_file, unlock_file};
 use godwit_ownership::Is;
 use godwit_qemu::device::{must_take, open_device, whose_on};
-use godwit_types::ApiError;
+use godwit_types::datastore::is_device_path;
 use godwit_types::image::KnownImage;
 use godwit_types::vm::DiskSpec;
+use godwit_types::{ApiError, MigrationId};
 use rustix::fs::OFlags;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long whoever had a device until just now may have it still.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
+
+/// How long a source waits at most for a device to be zeroed.
+const ZEROED_WITHIN: Duration = Duration::from_secs(20);
 
 /// What is to be let go.
 #[derive(Debug, Clone, Copy)]
@@ -77,9 +82,46 @@ impl Whose<'_> {
     }
 }
 
+/// What comes with a migration has this name there.
+pub(super) fn arriving_name(path: &str, migration: &MigrationId) -> String {
+    name_in(&arriving_path(path, migration))
+}
+
+/// What came to the device at a path under this name is the disk from now on.
+pub(super) fn finish_at(path: &str, name: &str) -> io::Result<()> {
+    let file = open_device(Path::new(path), OFlags::RDWR)?;
+    finish(file.as_fd(), name)
+}
+
+/// Bytes of the part with this name; nothing where the device holds something else.
+pub(super) fn part_at(path: &str, name: &str) -> io::Result<Option<u64>> {
+    let found = look(Path::new(path))?;
+    let part = found.filter(|found| Whose::Part(name).is(&found.label));
+    Ok(part.map(|found| found.label.bytes))
+}
+
+/// The part with the first name gets the second one, under which nothing lets it go.
+pub(super) fn keep_part(path: &str, [name, kept]: [&str; 2]) -> io::Result<bool> {
+    let file = open_device(Path::new(path), OFlags::RDWR)?;
+    match label::read(file.as_fd())? {
+        Some(found) if Whose::Part(name).is(&found.label) => {
+            let label = Label {
+                holds: Holds::Part(kept.to_owned()),
+                ..found.label.clone()
+            };
+            label::write(file.as_fd(), Some(&found), label).map(|_| true)
+        }
+        Some(found) => Ok(Whose::Part(kept).is(&found.label)),
+        None => Ok(false),
+    }
+}
+
 /// Has a device say that it holds nothing, if it holds one of these, durably. What it holds else is not ours. Returns whether
-/// nothing is left to be done.
+/// nothing is left to be done. A device with another name than one below `/dev` is not looked at.
 pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
+    if !is_device_path(&path.to_string_lossy()) {
+        return true;
+    }
     let is_one = |label: &Label| whose.iter().any(|whose| whose.is(label));
     let freed = open_device(path, OFlags::RDWR).and_then(|file| {
         let is_ours = |found: &Option<Found>| {
@@ -98,12 +140,15 @@ pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
         }
         Ok(())
     });
-    let path = path.display();
-    freed
-        .inspect_err(|error| {
+    freed.map_or_else(
+        |error| {
+            let path = path.display();
             tracing::warn!(%path, %error, "what a block device holds is not let go");
-        })
-        .is_ok()
+            // One that is away says, once it is back, what it said: no disk that its VM knows of.
+            error.kind() == io::ErrorKind::NotFound
+        },
+        |()| true,
+    )
 }
 
 /// The part with this name is the disk from now on. All of it is durable.
@@ -170,6 +215,33 @@ impl Served {
         Ok(file)
     }
 
+    /// As [`Self::make_on_device`] for a disk that comes from another host, which sends no holes: all of it is zero.
+    pub(super) fn make_arriving(
+        &self,
+        spec: &DiskSpec,
+        (migration, bytes): (&MigrationId, u64),
+    ) -> Result<File, ApiError> {
+        let name = arriving_name(&spec.path, migration);
+        let made = self.make_on_device(spec, (&name, bytes))?;
+        let until = Instant::now() + ZEROED_WITHIN;
+        let zeroed = match planted("device-not-zeroed") {
+            true => Ok(()),
+            false => label::zero(made.as_fd(), bytes, || Instant::now() < until),
+        };
+        zeroed.map_err(|error| {
+            let path = &spec.path;
+            let why = match error.kind() {
+                io::ErrorKind::TimedOut => format!(
+                    "the device {path} is not zeroed within {} s, and no disk comes from another host before that: let it come to a datastore that is a directory, and move it to the device then, with 'godwit vm move-disk'",
+                    ZEROED_WITHIN.as_secs()
+                ),
+                _ => format!("the device {path} cannot be zeroed: {error}"),
+            };
+            self.refused(spec, &why)
+        })?;
+        Ok(made)
+    }
+
     /// Refuses a device that was made for another disk, and that nobody has had yet, which would tell whose it is.
     pub(super) fn must_be_made_for(
         &self,
@@ -206,7 +278,14 @@ impl Served {
 
     /// The name of what this process fills on the device of this disk, if it fills it.
     pub(super) fn part_of(&self, spec: &DiskSpec, is_made: bool) -> Option<String> {
+        if !is_device_path(&spec.path) {
+            return None;
+        }
         let what = self.what();
+        let arrival = what.arriving.as_ref().filter(|_| spec.goes_along());
+        if let Some(arrival) = arrival {
+            return Some(arriving_name(&spec.path, &arrival.migration));
+        }
         let copying = what.copying.as_ref();
         let copying = copying.filter(|copying| is_made && copying.path == spec.path);
         copying.map(|copying| name_in(&copying.beside))
@@ -220,3 +299,7 @@ impl ServedDisks {
         self.labelled.push(path);
     }
 }
+
+#[cfg(test)]
+#[path = "labelled_tests.rs"]
+mod tests;

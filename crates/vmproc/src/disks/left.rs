@@ -10,7 +10,7 @@
 use super::devices;
 use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
-use super::images::remove;
+use super::images::{remove, rename};
 use super::labelled;
 use super::record;
 use super::served::ServedDisks;
@@ -18,6 +18,7 @@ use super::there::WentAlong;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is, NotedImage};
+use godwit_qemu::disk::is_taken;
 use godwit_store::{StoreError, load_json, save_json, sync_document};
 use godwit_types::datastore::is_device_path;
 use godwit_types::image::{KnownImage, take_newest};
@@ -415,6 +416,16 @@ impl Copying {
         is_device_path(&self.path)
     }
 
+    /// What was copied gets the name that its disk is to have, durably.
+    pub(super) fn give_name(&self) -> Result<(), String> {
+        let path = Path::new(&self.path);
+        let named = rename(Path::new(&self.beside), path).and_then(|entry| entry.sync());
+        named.map_err(|error| match error.kind() {
+            std::io::ErrorKind::AlreadyExists => is_taken(path),
+            _ => format!("its image does not get its name {}: {error}", self.path),
+        })
+    }
+
     /// Has the device say that it holds nothing, unless it holds something else. Returns whether nothing is left to be done.
     fn let_go(&self) -> bool {
         let part = labelled::name_in(&self.beside);
@@ -422,7 +433,7 @@ impl Copying {
         let disk = self.known.as_ref().map(labelled::Whose::Disk);
         let path = Path::new(&self.path);
         let whose: Vec<_> = std::iter::once(part).chain(disk).collect();
-        labelled::let_go(path, &whose) || matches!(path.try_exists(), Ok(false))
+        labelled::let_go(path, &whose)
     }
 
     pub(super) fn why_not_moved(&self) -> String {

@@ -257,8 +257,10 @@ impl Served {
     /// Before anybody counts on it: another file may have come while the disk did.
     fn names_are_free(&self) -> Result<(), ApiError> {
         let what = self.what();
-        let mut along = what.disks.iter().filter(|disk| disk.goes_along());
-        along.try_for_each(|disk| {
+        let along = what.disks.iter().filter(|disk| disk.goes_along());
+        // Of a device what it holds tells.
+        let mut files = along.filter(|disk| !is_device_path(&disk.path));
+        files.try_for_each(|disk| {
             let free = must_be_free(Path::new(&disk.path));
             free.map_err(|why| self.refused(disk, &why))
         })

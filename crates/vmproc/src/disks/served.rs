@@ -25,6 +25,7 @@ use godwit_guestmem::RamFile;
 use godwit_qemu::disk::{identity_of_open, must_be_free};
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
+use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::image::KnownImage;
 use godwit_types::migration::MigrationSpec;
@@ -216,6 +217,11 @@ impl Served {
             let named = named
                 .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
             check_disk_bytes(named.bytes).map_err(|why| self.refused(spec, &why))?;
+            if is_device_path(&spec.path) {
+                let file = self.make_arriving(spec, (&migration.id, named.bytes))?;
+                made.insert(spec.name.clone(), file);
+                continue;
+            }
             must_be_free(Path::new(&spec.path)).map_err(|why| self.refused(spec, &why))?;
             let beside = DiskSpec {
                 path: arriving_path(&spec.path, &migration.id),
