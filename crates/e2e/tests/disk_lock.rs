@@ -110,10 +110,13 @@ fn an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended() ->
         ensure!(Instant::now() < until, "nothing is answered");
         std::thread::yield_now();
     }
+    // To open one reads whether it bears a label, which would wait for the storage, too.
+    let mut image = Image::open(&device.0, Access::ReadWrite, 512)?;
     volume.change(|disk| disk.hangs = true);
     volume.wait_held(1, LONG)?;
     served.kill()?;
-    let refused = lock(&device, Duration::ZERO).err();
+    let refused = image.lock("disk", Duration::ZERO).err();
+    drop(image);
     volume.change(|disk| disk.hangs = false);
     let refused = refused.context("it was free while a write was under way")?;
     let why = refused.to_string();
