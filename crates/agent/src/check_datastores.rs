@@ -233,6 +233,62 @@ mod tests {
         in_time(&name(), &store, users::NOBODY, Duration::from_secs(60))
     }
 
+    /// A loop device that everybody may open, and a link to it below `/dev`, as every volume has one.
+    struct Volume {
+        device: String,
+        link: String,
+        _directory: tempfile::TempDir,
+    }
+
+    impl Volume {
+        fn new() -> Option<Self> {
+            let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+            let file = directory.path().join("file");
+            let made = std::fs::File::create(&file).unwrap();
+            made.set_len(8 << 20).unwrap();
+            let made = std::process::Command::new("losetup")
+                .args(["--find", "--show"])
+                .arg(&file)
+                .output();
+            let Some(made) = made.ok().filter(|made| made.status.success()) else {
+                println!("skipped: no device can be made of a file");
+                return None;
+            };
+            let volume = Self {
+                device: String::from_utf8(made.stdout).unwrap().trim().to_owned(),
+                link: format!("/dev/godwit-test-check-{}", std::process::id()),
+                _directory: directory,
+            };
+            std::fs::set_permissions(&volume.device, Permissions::from_mode(0o666)).unwrap();
+            std::os::unix::fs::symlink(&volume.device, &volume.link).unwrap();
+            Some(volume)
+        }
+    }
+
+    impl Drop for Volume {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.link);
+            let _ = std::fs::set_permissions(&self.device, Permissions::from_mode(0o660));
+            let detach = ["-d", self.device.as_str()];
+            let _ = std::process::Command::new("losetup").args(detach).status();
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_named_through_a_link_is_looked_at_as_itself() {
+        let Some(volume) = Volume::new() else { return };
+        let user = User {
+            uid: 65_534,
+            gid: 65_534,
+        };
+        let check = look_at_device(&name(), &volume.link, user);
+        assert_eq!(check.status, CheckStatus::Ok, "{check:?}");
+        assert!(check.found.contains("at most 7 MiB"), "{check:?}");
+        std::fs::write(&volume.device, [7; 512]).unwrap();
+        let check = look_at_device(&name(), &volume.link, user);
+        assert_eq!(check.status, CheckStatus::Warning, "{check:?}");
+    }
+
     #[test]
     fn a_datastore_that_is_missing_or_a_file_fails_with_its_remedy() {
         let dir = tempfile::tempdir().unwrap();

@@ -18,7 +18,8 @@ use rustix::io::Errno;
 use rustix::ioctl::{Setter, ioctl, opcode};
 
 use crate::kept_room::KeptRoom;
-use crate::{Buffer, Error, Image, label};
+use crate::label::{self, Holds, Label};
+use crate::{Buffer, Error, Image};
 
 /// Most ranges that are remembered: a source has far fewer changes under way.
 const REMEMBERED_MAX: usize = 1 << 18;
@@ -33,6 +34,8 @@ const ZEROS: usize = 1 << 20;
 #[derive(Debug)]
 pub struct Arriving {
     path: PathBuf,
+    /// What its device holds under this name, if it is on one with a label.
+    part: Option<String>,
     /// The description that carries the image's lock.
     file: File,
     bytes: u64,
@@ -114,11 +117,16 @@ impl Arriving {
         }
         let told = |error| format!("{name} cannot be looked at: {error}");
         match label::read(self.file.as_fd()).map_err(told)? {
-            Some(found) if found.label.bytes == self.bytes => Ok(()),
+            Some(found) if self.is_it(&found.label) => Ok(()),
             _ => Err(format!(
                 "the label of {name} does not say any more what came there: see who may write to that device"
             )),
         }
+    }
+
+    fn is_it(&self, label: &Label) -> bool {
+        matches!(&label.holds, Holds::Part(name) if self.part.as_ref() == Some(name))
+            && label.bytes == self.bytes
     }
 
     /// Fills this image, whose lock is kept for as long as either lives.
@@ -131,6 +139,7 @@ impl Arriving {
         })?;
         Ok(Self {
             path: image.path().to_owned(),
+            part: image.part().map(str::to_owned),
             file: file.into(),
             bytes: image.bytes(),
             memory_alignment: image.alignment().memory as usize,

@@ -60,20 +60,19 @@ impl From<Errno> for NotGrown {
     }
 }
 
-/// Makes an image so long, durably, where it is not yet. A block device must have that many whole GiB. Returns the bytes that
+/// Makes an image so long, durably, where it is not yet. A block device must have that many whole GiB, and the disk before a label these very bytes. Returns the bytes that
 /// it has. Others may make a shared image longer at the same time.
 pub fn grow(image: BorrowedFd<'_>, bytes: u64, is_shared: bool) -> Result<u64, NotGrown> {
     let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
     let has = seek(image, SeekFrom::End(0))?;
     if kind == FileType::BlockDevice {
         if let Some(found) = label::read(image)? {
-            let has = found.label.bytes;
-            return Err(NotGrown::Labelled { has });
+            return match found.label.bytes {
+                has if has == bytes => Ok(has),
+                has => Err(NotGrown::Labelled { has }),
+            };
         }
-        return match has / GIB == bytes / GIB {
-            true => Ok(has),
-            false => Err(NotGrown::Device { has }),
-        };
+        return grow_plain(image, bytes);
     }
     if has > bytes {
         return Err(NotGrown::Shorter { has });
@@ -86,6 +85,15 @@ pub fn grow(image: BorrowedFd<'_>, bytes: u64, is_shared: bool) -> Result<u64, N
         fsync(image)?;
     }
     Ok(bytes)
+}
+
+/// The same of a block device that is a disk without a label, whatever its guest wrote at its end.
+pub fn grow_plain(image: BorrowedFd<'_>, bytes: u64) -> Result<u64, NotGrown> {
+    let has = seek(image, SeekFrom::End(0))?;
+    match has / GIB == bytes / GIB {
+        true => Ok(has),
+        false => Err(NotGrown::Device { has }),
+    }
 }
 
 /// Allocates what is the end then, which takes nothing away, whatever the length is by now: this may have waited for its storage for

@@ -150,8 +150,9 @@ pub fn try_out(image: BorrowedFd<'_>, who: &str, bytes: usize) -> io::Result<()>
 
 /// What a device's label keeps.
 fn held_by(found: Found) -> Option<Held> {
-    let number = found.number;
-    found.label.text.map(|text| Held { number, text })
+    let (number, is_disk) = (found.number, found.label.holds != Holds::Nothing);
+    let text = found.label.text.filter(|_| is_disk);
+    text.map(|text| Held { number, text })
 }
 
 /// As [`replace`], durably. A device that holds no disk is nobody's.

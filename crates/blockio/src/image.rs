@@ -17,7 +17,7 @@ use godwit_types::plant::planted;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 
-use crate::label::{self, Holds, Label};
+use crate::label::{self, Found, Holds, Label};
 use crate::{Buffer, Error, SECTOR, image_lock};
 
 const NEITHER: &str = "it is neither a file nor a block device";
@@ -48,6 +48,17 @@ pub struct Identity {
     pub inode: u64,
 }
 
+/// What is known of an image before it is opened.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Known<'a> {
+    /// Whoever opens it fills a device with the part of a disk that has this name.
+    pub part: Option<&'a str>,
+    /// It is a disk's as a device without a label: its guest may have written what looks like one.
+    pub is_plain: bool,
+    /// How long its device was when it was labelled, if that is known: it may have been made longer since.
+    pub device: Option<u64>,
+}
+
 /// An image that is open.
 #[derive(Debug)]
 pub struct Image {
@@ -56,7 +67,9 @@ pub struct Image {
     access: Access,
     bytes: u64,
     alignment: Alignment,
-    is_labelled: bool,
+    label: Option<Found>,
+    part: Option<String>,
+    is_plain: bool,
 }
 
 impl Image {
@@ -81,25 +94,15 @@ impl Image {
 
     /// An image that its caller has opened, for reading or for both; from here on its IO is direct.
     pub fn of(file: File, path: &Path, access: Access, block_bytes: u32) -> Result<Self, Error> {
-        Self::of_whole(file, path, (access, block_bytes), None)
+        Self::of_known(file, path, (access, block_bytes), Known::default())
     }
 
-    /// As [`Self::of`], for who fills it: a device holds a part of a disk, under this name.
-    pub fn of_part(
-        file: File,
-        path: &Path,
-        access: Access,
-        block_bytes: u32,
-        name: &str,
-    ) -> Result<Self, Error> {
-        Self::of_whole(file, path, (access, block_bytes), Some(name))
-    }
-
-    fn of_whole(
+    /// As [`Self::of`], of which something is known.
+    pub fn of_known(
         file: File,
         path: &Path,
         (access, block_bytes): (Access, u32),
-        part: Option<&str>,
+        known: Known<'_>,
     ) -> Result<Self, Error> {
         let failed = |action, source| Error::Image {
             action,
@@ -117,11 +120,8 @@ impl Image {
             Some(libc::EINVAL) => unusable(path, "its file system takes no direct IO (O_DIRECT): put it on ext4, XFS, btrfs or a block device"),
             _ => failed("open", source),
         })?;
-        let found = label::read(file.as_fd()).map_err(|source| failed("measure", source))?;
-        let is_labelled = found.is_some();
-        must_hold(found.map(|found| found.label).as_ref(), part)
-            .map_err(|why| unusable(path, &why))?;
-        let bytes = size_of(&file).map_err(|source| failed("measure", source))?;
+        let label = look(&file, path, known)?;
+        let bytes = bytes_of(&file, path, label.as_ref())?;
         let block = u64::from(block_bytes);
         if bytes == 0 {
             let reason = "it is empty: give it the size of the disk, as with 'truncate -s 20G'";
@@ -147,21 +147,22 @@ impl Image {
             access,
             bytes,
             alignment,
-            is_labelled,
+            label,
+            part: known.part.map(str::to_owned),
+            is_plain: known.is_plain,
         })
     }
 
     /// Takes the image for this descriptor, against other VM processes, QEMU and qemu-img, and waits at most so long for who
     /// has it: a process that was killed keeps it for as long as its last request is under way. Many may read one image, but
     /// of each `name` only one. The lock ends with the last request of the last process that has this descriptor. Whoever had
-    /// it may have changed its size: it is measured anew.
+    /// it may have changed its size, or what its device holds: both are looked at anew.
     pub fn lock(&mut self, name: &str, patience: Duration) -> Result<(), Error> {
         if planted("lock-on-another-descriptor") {
             return self.lock_another(name, patience);
         }
         image_lock::take(&self.file, &self.path, self.access, name, patience)?;
-        self.measure()?;
-        Ok(())
+        self.look_again()
     }
 
     /// The planted fault: the lock ends with the process, and its last request may not have ended then.
@@ -177,7 +178,19 @@ impl Image {
         })?;
         image_lock::take(&file, &self.path, self.access, name, patience)?;
         std::mem::forget(file);
-        self.measure().map(drop)
+        self.look_again()
+    }
+
+    fn look_again(&mut self) -> Result<(), Error> {
+        let known = Known {
+            part: self.part.as_deref(),
+            is_plain: self.is_plain,
+            device: self.label.as_ref().map(|found| found.device),
+        };
+        let label = look(&self.file, &self.path, known)?;
+        self.bytes = bytes_of(&self.file, &self.path, label.as_ref())?;
+        self.label = label;
+        Ok(())
     }
 
     /// Makes durable what was written through it, and lets whoever waits for it have it. Nothing may be under way.
@@ -217,15 +230,10 @@ impl Image {
         self.bytes
     }
 
-    /// Looks how large it is now.
+    /// Looks how large it is now. A label says it once and for all, however long its device becomes.
     pub fn measure(&mut self) -> Result<u64, Error> {
-        let bytes = size_of(&self.file).map_err(|source| Error::Image {
-            action: "measure",
-            path: self.path.clone(),
-            source,
-        })?;
-        self.bytes = bytes;
-        Ok(bytes)
+        self.bytes = bytes_of(&self.file, &self.path, self.label.as_ref())?;
+        Ok(self.bytes)
     }
 
     /// What direct IO on it must be aligned to.
@@ -233,9 +241,29 @@ impl Image {
         self.alignment
     }
 
-    /// Whether it is on a device with a label, before which it ends.
-    pub fn is_labelled(&self) -> bool {
-        self.is_labelled
+    /// The label of its device, before which it ends, as it was when it was opened or locked.
+    pub fn label(&self) -> Option<&Found> {
+        self.label.as_ref()
+    }
+
+    /// The name of the part that a device holds of it, if it is filled.
+    pub fn part(&self) -> Option<&str> {
+        self.part.as_deref()
+    }
+
+    /// Has its label be at the end of its device, where that was made longer. Whoever calls this has its lock.
+    pub fn move_label_to_end(&mut self) -> Result<(), Error> {
+        let Some(found) = &self.label else {
+            return Ok(());
+        };
+        let moved = label::move_to_end(self.file.as_fd(), found);
+        let moved = moved.map_err(|source| Error::Image {
+            action: "label",
+            path: self.path.clone(),
+            source,
+        });
+        self.label = Some(moved?);
+        Ok(())
     }
 
     pub fn path(&self) -> &Path {
@@ -254,26 +282,51 @@ impl AsFd for Image {
     }
 }
 
+/// The label that counts, if one does.
+fn look(file: &File, path: &Path, known: Known<'_>) -> Result<Option<Found>, Error> {
+    if known.is_plain {
+        return Ok(None);
+    }
+    let found = label::read_of(file.as_fd(), known.device);
+    let found = found.map_err(|source| Error::Image {
+        action: "measure",
+        path: path.to_owned(),
+        source,
+    })?;
+    must_hold(found.as_ref().map(|found| &found.label), known.part)
+        .map_err(|why| unusable(path, &why))?;
+    Ok(found)
+}
+
 /// Of files and block devices alike.
-fn size_of(file: &File) -> io::Result<u64> {
-    label::length(file.as_fd())
+fn bytes_of(file: &File, path: &Path, label: Option<&Found>) -> Result<u64, Error> {
+    let end = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0));
+    let end = end.map_err(|errno| Error::Image {
+        action: "measure",
+        path: path.to_owned(),
+        source: errno.into(),
+    })?;
+    let Some(found) = label else { return Ok(end) };
+    match found.device <= end {
+        true => Ok(found.label.bytes),
+        false => Err(unusable(
+            path,
+            &format!(
+                "its device has {end} bytes, and had {} when it was labelled: make it as large as it was",
+                found.device
+            ),
+        )),
+    }
 }
 
 /// Refuses what a device's label calls no disk, or another part of one than this. Why is a part of a sentence.
 fn must_hold(label: Option<&Label>, part: Option<&str>) -> Result<(), String> {
-    if planted("half-made-opened") {
+    let Some(label) = label.filter(|_| !planted("half-made-opened")) else {
         return Ok(());
-    }
-    match label.map(|label| (&label.holds, label)) {
-        None | Some((Holds::Disk, _)) => Ok(()),
-        Some((Holds::Part(name), _)) if part == Some(name) => Ok(()),
-        Some((Holds::Part(_), Label { vm, disk, .. })) => Err(format!(
-            "by its label it holds a part of disk '{disk}' of VM '{vm}', whose copying did not end: give this disk another path, or copy it there anew"
-        )),
-        Some((Holds::Nothing, _)) => Err(
-            "by its label it holds no disk: the one that it held has moved elsewhere, so name the path that it has now"
-                .to_owned(),
-        ),
+    };
+    match &label.holds {
+        Holds::Part(name) if part == Some(name) => Ok(()),
+        _ => label.why_no_disk().map_or(Ok(()), Err),
     }
 }
 

@@ -5,13 +5,17 @@
 //! number and a checksum, so that a write that is torn leaves what was said before. Each is read and written beside the page cache and
 //! made durable, since another host may reach the device, too.
 //!
-//! Owns nothing: the label is the device's, and whoever has the device's lock writes it. Refuses: a label whose numbers do not fit its device, one
-//! of another format, and one of which neither slot can be read. Anybody with rights on the device may have written it.
+//! A device that was made longer has its label where its end was: who knows how long it was finds it there, and [`move_to_end`] brings it to the
+//! new end. Owns nothing: the label is the device's, and whoever has the device's lock writes it. Refuses: a label whose numbers do not fit its
+//! device, one of another format or with names that nothing has, one that lacks the slot before it, and one of which neither slot can be read.
+//! Anybody with rights on the device may have written it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
 
 use godwit_store::frame::crc32;
+use godwit_types::VmName;
+use godwit_types::ids::is_valid_name;
 use rustix::fs::{
     FallocateFlags, FileType, OFlags, SeekFrom, fallocate, fcntl_getfl, fcntl_setfl, fdatasync,
     fstat, seek,
@@ -43,7 +47,7 @@ const ZEROED: u64 = 128 << 20;
 /// What a device holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holds {
-    /// No disk: whatever its bytes are, nobody needs them.
+    /// No disk: whatever its bytes are, nobody needs them, for as long as its beginning is as it was left.
     Nothing,
     /// A part of a disk, which nobody opens for one. The name is what a file would have meanwhile, and tells whose work it is.
     Part(String),
@@ -59,7 +63,7 @@ pub struct Label {
     /// For which VM's disk it was made,
     pub vm: String,
     pub disk: String,
-    /// and what [`crate::holder`] keeps; nothing before somebody has had it.
+    /// and what [`crate::holder`] keeps; nothing before somebody has had it. Where there is no disk, the checksum of its first MiB.
     pub text: Option<Vec<u8>>,
 }
 
@@ -68,6 +72,8 @@ pub struct Label {
 pub struct Found {
     /// Each later one has a larger one.
     pub number: u64,
+    /// Bytes of the device when it was labelled: the label is in the last MiB of these.
+    pub device: u64,
     pub label: Label,
 }
 
@@ -84,14 +90,31 @@ pub enum Slot {
 }
 
 impl Label {
-    /// That a device holds no disk.
-    pub fn free() -> Self {
+    /// That a device holds no disk, and with which first MiB it was left.
+    pub fn free(beginning: u32) -> Self {
         Self {
             holds: Holds::Nothing,
             bytes: 0,
             vm: String::new(),
             disk: String::new(),
-            text: None,
+            text: Some(beginning.to_le_bytes().to_vec()),
+        }
+    }
+}
+
+impl Label {
+    /// Why a device that bears it has no disk to be opened, if it has none: a part of a sentence.
+    pub fn why_no_disk(&self) -> Option<String> {
+        let Self { vm, disk, .. } = self;
+        match self.holds {
+            Holds::Disk => None,
+            Holds::Part(_) => Some(format!(
+                "by its label it holds a part of disk '{disk}' of VM '{vm}', whose copying did not end: give this disk another path, or copy it there anew"
+            )),
+            Holds::Nothing => Some(
+                "by its label it holds no disk: the one that it held has moved elsewhere, so name the path that it has now; where somebody has put one there since, 'godwit image release' with the device's path drops the label"
+                    .to_owned(),
+            ),
         }
     }
 }
@@ -104,19 +127,35 @@ pub fn capacity(device: u64) -> u64 {
 
 /// The label of a block device; nothing of a file, or of a device that bears none.
 pub fn read(image: BorrowedFd<'_>) -> io::Result<Option<Found>> {
-    let Some(device) = device_of(image)? else {
-        return Ok(None);
-    };
+    match device_of(image)? {
+        Some(device) => read_before(image, device),
+        None => Ok(None),
+    }
+}
+
+/// The same of one that bore it while it was so long, and may have been made longer since.
+pub fn read_of(image: BorrowedFd<'_>, was: Option<u64>) -> io::Result<Option<Found>> {
+    let (found, device) = (read(image)?, device_of(image)?);
+    let was = was.filter(|was| *was >= 2 * ROOM && was.is_multiple_of(SECTOR));
+    match was.filter(|was| found.is_none() && device.is_some_and(|device| *was < device)) {
+        Some(was) => read_before(image, was),
+        None => Ok(found),
+    }
+}
+
+fn read_before(image: BorrowedFd<'_>, end: u64) -> io::Result<Option<Found>> {
     let slots = beside_cache(image, || {
-        Ok([read_slot(image, device, 0)?, read_slot(image, device, 1)?])
+        Ok([read_slot(image, end, 0)?, read_slot(image, end, 1)?])
     })?;
     newest(slots)
 }
 
 fn newest(slots: [Slot; 2]) -> io::Result<Option<Found>> {
-    let (mut found, mut is_torn) = (None::<Found>, false);
+    let (mut found, mut is_torn, mut is_empty) = (None::<Found>, false, false);
     let refused = |why| {
-        let why = format!("the label in its last MiB cannot be read: {why}");
+        let why = format!(
+            "the label in its last MiB cannot be read: {why}; 'godwit image release' with the device's path on its host drops the label if nobody needs it"
+        );
         Err(io::Error::other(why))
     };
     for slot in slots {
@@ -129,40 +168,111 @@ fn newest(slots: [Slot; 2]) -> io::Result<Option<Found>> {
             }
             Slot::Torn => is_torn = true,
             Slot::Foreign(why) => return refused(why),
-            Slot::Empty => {}
+            Slot::Empty => is_empty = true,
         }
     }
-    match found.is_none() && is_torn {
-        true => refused("its checksum is wrong"),
-        false => Ok(found),
+    match &found {
+        None if is_torn => refused("its checksum is wrong"),
+        // The one after it was written, or both were.
+        Some(found) if is_empty && found.number > 1 => refused("what was said before it is gone"),
+        _ => Ok(found),
     }
 }
 
 /// Puts a label in the place of what was found, durably. Whoever calls this has the device's lock.
 pub fn write(image: BorrowedFd<'_>, before: Option<&Found>, label: Label) -> io::Result<Found> {
-    let device = device_of(image)?.ok_or_else(|| {
+    let end = device_of(image)?.ok_or_else(|| {
         io::Error::other("it is no block device, or one with no room for a disk and its label")
     })?;
     let number = before.map_or(0, |found| found.number).saturating_add(1);
-    let found = Found { number, label };
+    // One that is at an earlier end stays there.
+    let device = before.map_or(end, |found| found.device);
+    if device > end {
+        return Err(io::Error::other("it is shorter than when it was labelled"));
+    }
+    let found = Found {
+        number,
+        device,
+        label,
+    };
     let bytes = encode(&found, device).ok_or_else(|| io::Error::other("its label does not fit"))?;
     let at = place_of(device, found.slot());
     beside_cache(image, || {
-        let mut rest = bytes.bytes();
-        while !rest.is_empty() {
-            let done = pwrite(image, rest, at + (SLOT - rest.len()) as u64)?;
-            rest = rest.get(done.max(1)..).unwrap_or_default();
-        }
+        write_all(image, bytes.bytes(), at)?;
         Ok(fdatasync(image)?)
     })?;
     Ok(found)
 }
 
-/// Bytes of the disk that a file or device holds, as far as it says so itself.
+/// Has a label that is at an earlier end of its device be at the one that it has now, durably. Returns it as it is then.
+pub fn move_to_end(image: BorrowedFd<'_>, found: &Found) -> io::Result<Found> {
+    let end = device_of(image)?.unwrap_or_default();
+    if found.device == end {
+        return Ok(found.clone());
+    }
+    if end < found.device.saturating_add(ROOM) {
+        return Err(io::Error::other(
+            "it is longer than when it was labelled by less than 1 MiB: make it longer by more",
+        ));
+    }
+    let moved = write(image, None, found.label.clone())?;
+    erase_before(image, found.device)?;
+    Ok(moved)
+}
+
+/// Has a device say that it holds no disk, and with which beginning it was left, durably.
+pub fn let_go(image: BorrowedFd<'_>, before: Option<&Found>) -> io::Result<Found> {
+    write(image, before, Label::free(beginning(image)?))
+}
+
+/// Whether a device that is free still begins as when it was left: nobody has put anything there since.
+pub fn is_as_left(image: BorrowedFd<'_>, label: &Label) -> io::Result<bool> {
+    let left = label.text.as_deref();
+    Ok(left == Some(&beginning(image)?.to_le_bytes()[..]))
+}
+
+/// Takes the label off a device, whatever it says: it is one without a label from then on. Whoever calls this has the device's lock.
+pub fn take_off(image: BorrowedFd<'_>) -> io::Result<()> {
+    match device_of(image)? {
+        Some(device) => erase_before(image, device),
+        None => Ok(()),
+    }
+}
+
+/// The older slot goes first: what it said never counts again.
+fn erase_before(image: BorrowedFd<'_>, end: u64) -> io::Result<()> {
+    let zeros = Buffer::zeroed(SLOT);
+    beside_cache(image, || {
+        let number = |slot| match read_slot(image, end, slot)? {
+            Slot::Found(found) => Ok::<_, io::Error>(found.number),
+            _ => Ok(0),
+        };
+        let order = match number(0)? > number(1)? {
+            true => [1, 0],
+            false => [0, 1],
+        };
+        for slot in order {
+            write_all(image, zeros.bytes(), place_of(end, slot))?;
+            fdatasync(image)?;
+        }
+        Ok(())
+    })
+}
+
+fn beginning(image: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut buffer = Buffer::zeroed(ROOM as usize);
+    beside_cache(image, || read_all(image, buffer.bytes_mut(), 0))?;
+    Ok(crc32(&[buffer.bytes()]))
+}
+
+/// Bytes of the whole disk that a file or device holds, as far as it says so itself. Refused of a device that holds none, or a part of one.
 pub fn length(image: BorrowedFd<'_>) -> io::Result<u64> {
-    match read(image)? {
-        Some(found) if found.label.holds != Holds::Nothing => Ok(found.label.bytes),
-        _ => Ok(seek(image, SeekFrom::End(0))?),
+    match read(image)?.map(|found| found.label) {
+        None => Ok(seek(image, SeekFrom::End(0))?),
+        Some(label) => match label.why_no_disk() {
+            None => Ok(label.bytes),
+            Some(why) => Err(io::Error::other(why)),
+        },
     }
 }
 
@@ -199,7 +309,7 @@ pub fn zero(image: BorrowedFd<'_>, bytes: u64, go_on: impl Fn() -> bool) -> io::
 }
 
 /// The length of a block device that has room for a label and a disk as long.
-fn device_of(image: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+pub fn device_of(image: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     if FileType::from_raw_mode(fstat(image)?.st_mode) != FileType::BlockDevice {
         return Ok(None);
     }
@@ -237,6 +347,17 @@ fn read_slot(image: BorrowedFd<'_>, device: u64, slot: u64) -> io::Result<Slot> 
     })
 }
 
+fn write_all(image: BorrowedFd<'_>, bytes: &[u8], at: u64) -> io::Result<()> {
+    let mut done = 0;
+    while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
+        match pwrite(image, rest, at + done as u64)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            written => done += written,
+        }
+    }
+    Ok(())
+}
+
 fn read_all(image: BorrowedFd<'_>, into: &mut [u8], at: u64) -> io::Result<()> {
     let length = into.len();
     let mut done = 0;
@@ -259,7 +380,7 @@ impl Found {
 
 /// Nothing where it does not fit.
 fn encode(found: &Found, device: u64) -> Option<Buffer> {
-    let Found { number, label } = found;
+    let Found { number, label, .. } = found;
     let (holds, name) = match &label.holds {
         Holds::Nothing => (0_u8, ""),
         Holds::Part(name) => (1, name.as_str()),
@@ -339,6 +460,9 @@ fn decode_checked(mut at: Reader<'_>, device: u64) -> Result<Found, &'static str
         word.map_err(|_| "its names are no text")
     };
     let (name, vm, disk) = (word(name)?, word(vm)?, word(disk)?);
+    if !(name.is_empty() || is_part_name(&name)) || !are_names(&vm, &disk) {
+        return Err("its names are none of a VM, a disk or a part of one");
+    }
     let holds = match (holds, name.is_empty()) {
         (0, true) => Holds::Nothing,
         (1, false) => Holds::Part(name),
@@ -357,8 +481,12 @@ fn decode_checked(mut at: Reader<'_>, device: u64) -> Result<Found, &'static str
         1 => Some(text.to_vec()),
         _ => return Err("its lengths are wrong"),
     };
+    if holds == Holds::Nothing && text.as_ref().map(Vec::len) != Some(size_of::<u32>()) {
+        return Err("it does not say how its device was left");
+    }
     Ok(Found {
         number,
+        device,
         label: Label {
             holds,
             bytes,
@@ -367,6 +495,16 @@ fn decode_checked(mut at: Reader<'_>, device: u64) -> Result<Found, &'static str
             text,
         },
     })
+}
+
+/// A file's name, as it could be in a terminal.
+fn is_part_name(name: &str) -> bool {
+    name.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// Both are empty where there is no disk.
+fn are_names(vm: &str, disk: &str) -> bool {
+    (vm.is_empty() && disk.is_empty()) || (VmName::new(vm).is_ok() && is_valid_name(disk))
 }
 
 /// Takes what is next, if there is as much.

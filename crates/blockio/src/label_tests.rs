@@ -1,7 +1,7 @@
 //! What a label says after whatever became of its device, and what is refused.
 
 use super::*;
-use crate::{Access, Image, holder};
+use crate::{Access, Arriving, Image, Known, holder};
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
@@ -66,7 +66,11 @@ fn part() -> Label {
 }
 
 fn found(number: u64, label: Label) -> Found {
-    Found { number, label }
+    Found {
+        number,
+        device: DEVICE,
+        label,
+    }
 }
 
 #[test]
@@ -76,7 +80,7 @@ fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
     assert_eq!(read(file.as_fd()).unwrap(), None);
     assert!(is_blank(file.as_fd()).unwrap());
     let mut before = None;
-    for (number, label) in [part(), label(Holds::Disk), Label::free()]
+    for (number, label) in [part(), label(Holds::Disk), Label::free(7)]
         .into_iter()
         .enumerate()
     {
@@ -107,10 +111,11 @@ fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone(
     let file = device.open();
     let of = |part: Option<&str>| {
         let (file, access) = (device.open(), Access::ReadWrite);
-        match part {
-            Some(name) => Image::of_part(file, &device.path, access, 512, name),
-            None => Image::of(file, &device.path, access, 512),
-        }
+        let known = Known {
+            part,
+            ..Known::default()
+        };
+        Image::of_known(file, &device.path, (access, 512), known)
     };
     assert_eq!(of(None).unwrap().bytes(), DEVICE, "no label");
     let first = write(file.as_fd(), None, part()).unwrap();
@@ -127,10 +132,160 @@ fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone(
     image.lock("a/web/root", std::time::Duration::ZERO).unwrap();
     assert_eq!(image.bytes(), 8 << 20, "it is measured anew");
     assert_eq!(length(file.as_fd()).unwrap(), 8 << 20);
+    assert!(holds_no_disk(part()).contains("part of disk 'root'"));
+    assert!(holds_no_disk(Label::free(7)).contains("holds no disk"));
     drop(image);
-    write(file.as_fd(), Some(&whole), Label::free()).unwrap();
+    write(file.as_fd(), Some(&whole), Label::free(7)).unwrap();
     let refused = of(None).unwrap_err().to_string();
     assert!(refused.contains("holds no disk"), "{refused}");
+}
+
+/// Why a device with this label has no length.
+fn holds_no_disk(label: Label) -> String {
+    let device = Loop::new().unwrap();
+    write(device.open().as_fd(), None, label).unwrap();
+    length(device.open().as_fd()).unwrap_err().to_string()
+}
+
+#[test]
+fn a_free_device_tells_whether_anything_came_there_since_it_was_left() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    file.write_all_at(&[7; 4096], 8192).unwrap();
+    file.sync_all().unwrap();
+    let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
+    let left = let_go(file.as_fd(), Some(&whole)).unwrap();
+    assert_eq!(read(file.as_fd()).unwrap().as_ref(), Some(&left));
+    assert!(is_as_left(file.as_fd(), &left.label).unwrap());
+    for at in [0, ROOM - 1] {
+        file.write_all_at(&[1], at).unwrap();
+        assert!(!is_as_left(file.as_fd(), &left.label).unwrap(), "{at}");
+        file.write_all_at(&[0], at).unwrap();
+    }
+    take_off(file.as_fd()).unwrap();
+    assert_eq!(read(file.as_fd()).unwrap(), None);
+    take_off(file.as_fd()).unwrap();
+}
+
+#[test]
+fn a_label_whose_predecessor_is_gone_is_damaged_and_can_be_taken_off() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let first = write(file.as_fd(), None, part()).unwrap();
+    write(file.as_fd(), Some(&first), label(Holds::Disk)).unwrap();
+    file.write_all_at(&[0; SLOT], place_of(DEVICE, 1)).unwrap();
+    file.sync_all().unwrap();
+    let refused = read(file.as_fd()).unwrap_err().to_string();
+    assert!(refused.contains("before it is gone"), "{refused}");
+    assert!(refused.contains("godwit image release"), "{refused}");
+    take_off(file.as_fd()).unwrap();
+    assert_eq!(read(file.as_fd()).unwrap(), None);
+}
+
+impl Loop {
+    fn becomes(&self, bytes: u64) {
+        self.file.set_len(bytes).unwrap();
+        let told = Command::new("losetup").arg("-c").arg(&self.path).status();
+        assert!(told.unwrap().success());
+    }
+}
+
+#[test]
+fn a_device_that_was_made_longer_has_its_label_where_it_was_until_that_moves() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
+    let of = |known| {
+        let (file, path) = (device.open(), &device.path);
+        Image::of_known(file, path, (Access::ReadWrite, 512), known)
+    };
+    let known = |device| Known {
+        device: Some(device),
+        ..Known::default()
+    };
+    let mut running = of(known(DEVICE)).unwrap();
+    device.becomes(2 * DEVICE);
+    assert_eq!(running.measure().unwrap(), 8 << 20, "not the device's");
+    assert_eq!(read(file.as_fd()).unwrap(), None, "not at its end");
+    assert_eq!(of(known(DEVICE - 512)).unwrap().bytes(), 2 * DEVICE);
+    let mut image = of(known(DEVICE)).unwrap();
+    assert_eq!(image.bytes(), 8 << 20);
+    image.lock("a/web/root", std::time::Duration::ZERO).unwrap();
+    assert_eq!(image.bytes(), 8 << 20);
+    image.move_label_to_end().unwrap();
+    let moved = read(file.as_fd()).unwrap().unwrap();
+    assert_eq!((moved.device, &moved.label), (2 * DEVICE, &whole.label));
+    assert_eq!(image.label(), Some(&moved));
+    let mut old = vec![1; SLOT];
+    for slot in [0, 1] {
+        file.read_exact_at(&mut old, place_of(DEVICE, slot))
+            .unwrap();
+        assert!(old.iter().all(|byte| *byte == 0), "it is there twice");
+    }
+    device.becomes(2 * DEVICE + 4096);
+    let refused = image.move_label_to_end().unwrap_err().to_string();
+    assert!(refused.contains("by less than 1 MiB"), "{refused}");
+}
+
+#[test]
+fn a_device_that_is_a_disk_without_a_label_has_its_length_whatever_its_guest_writes() {
+    let Some(device) = Loop::new() else { return };
+    let plain = Known {
+        is_plain: true,
+        ..Known::default()
+    };
+    let of = || {
+        let (file, path) = (device.open(), &device.path);
+        Image::of_known(file, path, (Access::ReadWrite, 512), plain)
+    };
+    let mut running = of().unwrap();
+    for label in [part(), label(Holds::Disk), Label::free(7)] {
+        let file = device.open();
+        take_off(file.as_fd()).unwrap();
+        write(file.as_fd(), None, label).unwrap();
+        assert_eq!(running.measure().unwrap(), DEVICE);
+        let mut image = of().unwrap();
+        image.lock("a/web/root", std::time::Duration::ZERO).unwrap();
+        assert_eq!(image.bytes(), DEVICE);
+        assert_eq!(image.label(), None);
+    }
+}
+
+#[test]
+fn what_a_device_holds_is_looked_at_again_once_it_is_locked() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
+    let mut image = Image::open(&device.path, Access::ReadWrite, 512).unwrap();
+    let_go(file.as_fd(), Some(&whole)).unwrap();
+    let refused = image.lock("a/web/root", std::time::Duration::ZERO);
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("holds no disk"), "{refused}");
+}
+
+#[test]
+fn what_came_is_whole_only_while_its_device_holds_that_very_part() {
+    let Some(device) = Loop::new() else { return };
+    let file = device.open();
+    let first = write(file.as_fd(), None, part()).unwrap();
+    let known = Known {
+        part: Some("lun.moving-1"),
+        ..Known::default()
+    };
+    let (opened, path) = (device.open(), &device.path);
+    let image = Image::of_known(opened, path, (Access::ReadWrite, 512), known).unwrap();
+    let arriving = Arriving::of(&image).unwrap();
+    arriving.must_be_whole().unwrap();
+    for other in [
+        label(Holds::Part("lun.moving-2".to_owned())),
+        label(Holds::Disk),
+    ] {
+        take_off(file.as_fd()).unwrap();
+        write(file.as_fd(), None, other).unwrap();
+        let refused = arriving.must_be_whole().unwrap_err();
+        assert!(refused.contains("does not say any more"), "{refused}");
+    }
+    drop(first);
 }
 
 #[test]
@@ -152,7 +307,7 @@ fn a_label_keeps_who_has_the_disk_as_a_file_does() {
     assert_eq!(holder::read(image).unwrap().unwrap().text, b"");
     let now = read(image).unwrap().unwrap();
     assert!(now.number > whole.number && now.label.holds == Holds::Disk);
-    write(image, Some(&now), Label::free()).unwrap();
+    write(image, Some(&now), Label::free(7)).unwrap();
     assert_eq!(holder::read(image).unwrap(), None);
     assert!(holder::replace(image, None, b"d").is_err());
 }
@@ -212,7 +367,7 @@ fn what_is_not_understood_is_never_passed_over_for_what_was_said_before() {
     ] {
         let read = changed(at, bytes);
         assert!(matches!(read, Slot::Foreign(_)), "{at}: {read:?}");
-        let before = Slot::Found(found(2, Label::free()));
+        let before = Slot::Found(found(2, Label::free(7)));
         assert!(newest([before, read]).is_err(), "{at}");
     }
     let slot = slot_of(&found(1, part()), DEVICE).unwrap();
@@ -224,12 +379,21 @@ fn what_is_not_understood_is_never_passed_over_for_what_was_said_before() {
 #[test]
 fn what_does_not_fit_is_not_written() {
     let named = |name: usize, text: usize| Label {
-        vm: "v".repeat(name),
         text: Some(vec![1; text]),
-        ..label(Holds::Disk)
+        ..label(Holds::Part("v".repeat(name)))
     };
     assert!(slot_of(&found(1, named(NAME_MAX, TEXT_MAX)), DEVICE).is_some());
+    let of = |vm: &str, disk: &str| Label {
+        vm: vm.to_owned(),
+        disk: disk.to_owned(),
+        ..label(Holds::Disk)
+    };
     for label in [
+        of("\u{1b}[2J", "root"),
+        of("web", "a b"),
+        of("web", ""),
+        label(Holds::Part("lun\u{1b}c".to_owned())),
+        label(Holds::Nothing),
         named(NAME_MAX + 1, 0),
         named(0, TEXT_MAX + 1),
         named(1 << 16, 0),

@@ -45,7 +45,7 @@ pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;
 pub use filter::{Filter, Flow};
-pub use image::{Access, Alignment, Identity, Image};
+pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 
 pub use reactor::Event;

@@ -116,6 +116,30 @@ fn a_disk_comes_to_a_device_and_leaves_it_and_comes_again_and_its_guest_loses_no
 }
 
 #[test]
+fn a_disk_comes_to_a_device_by_a_link_to_it_and_not_over_what_is_there_since() -> Result<()> {
+    let Some(device) = Device::new(DEVICE)? else {
+        return Ok(());
+    };
+    let device = device.linked()?;
+    let mut site = Site::local()?;
+    let (file, link) = (site.path.clone(), device.name().to_owned());
+    moved(&mut site, &link)?;
+    let why = refused(&site, device.node())?;
+    ensure!(why.contains("two names of one device"), "{why}");
+    starts_anew(&site)?;
+    is_at(&mut site, &link)?;
+    moved(&mut site, &file)?;
+    comes_to_hold(&device, &Holds::Nothing, "left")?;
+    // What a person makes there since is somebody's.
+    device.write(&[7; 512], 1024)?;
+    let why = refused(&site, &link)?;
+    ensure!(why.contains("since the disk that it held"), "{why}");
+    device.write(&[0; 512], 1024)?;
+    site.goes_on(&site.pair.a, 5)?;
+    site.is_whole(&site.pair.a)
+}
+
+#[test]
 fn a_disk_goes_from_one_device_to_another() -> Result<()> {
     let (Some(one), Some(other)) = (Device::new(DEVICE)?, Device::new(2 * DEVICE)?) else {
         return Ok(());
@@ -266,7 +290,7 @@ fn a_device_on_which_anything_is_takes_no_disk_and_is_not_changed() -> Result<()
     ensure!(why.contains("at most 63 MiB beside its label"), "{why}");
     ensure!(small.label()?.is_none());
     let locked = device.lock()?;
-    device.say(Label::free())?;
+    device.free()?;
     says(&["is in use"])?;
     drop(locked);
     site.goes_on(&site.pair.a, 5)?;
@@ -290,7 +314,7 @@ fn a_vm_whose_device_says_something_else_is_not_started_with_it() -> Result<()> 
         ensure!(words.iter().all(|words| why.contains(words)), "{why}");
         Ok(())
     };
-    device.say(Label::free())?;
+    device.free()?;
     refused(&["holds no disk"])?;
     device.say(Label {
         holds: Holds::Part("device.moving-1".to_owned()),

@@ -36,7 +36,7 @@ fn comes_to_hold(device: &Device, holds: &Holds, what: &str) -> Result<()> {
 
 /// What was there before shows through nowhere.
 fn former_bytes(device: &Device) -> Result<()> {
-    device.say(Label::free())?;
+    device.free()?;
     device.write(&[0xee; 1 << 20], HOLE)
 }
 

@@ -1,22 +1,30 @@
 //! Block devices that are places for disks: whether one takes a disk now, and what it has room for.
 //!
 //! What a device holds its label tells ([`godwit_blockio::label`]). Owns nothing, and writes nothing. Refuses: a device that holds a disk or a
-//! part of one, whoever's, one without a label on which anything is, one that is too small, and one with larger blocks than a disk's.
+//! part of one, whoever's, one on which anything came since it was free, one without a label on which anything is, one that the kernel
+//! works with, one that is too small, and one with larger blocks than a disk's.
 
 use crate::disk::open_looked_at;
 use godwit_blockio::label::{self, Found, Holds, Label, capacity};
 use godwit_ownership::ImageRecord;
 use godwit_types::datastore::is_device_path;
+use godwit_types::ids::is_valid_name;
 use godwit_types::plant::planted;
-use rustix::fs::{CWD, OFlags, SeekFrom, ioctl_blksszget, seek};
+use rustix::fs::{CWD, Mode, OFlags, SeekFrom, ioctl_blksszget, open, seek};
+use rustix::io::Errno;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// A guest's blocks, bytes.
 const BLOCK_BYTES: u32 = 512;
+/// How long another one who looks whether a device is in use has it alone at most,
+const LOOKED_AT_FOR: Duration = Duration::from_millis(200);
+/// and how often it is tried again meanwhile.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Opens the device that has this path, and nothing else. Only root changes the names below `/dev`, so links there are followed.
 pub fn open_device(path: &Path, access: OFlags) -> io::Result<File> {
@@ -40,10 +48,16 @@ pub fn device_must_take(path: &str, bytes: u64) -> Result<(), String> {
 
 /// The same of one that is open. Returns its label.
 pub fn must_take(device: BorrowedFd<'_>, path: &str, bytes: u64) -> Result<Option<Found>, String> {
-    let found = must_be_free(device, path)?;
-    let most = seek(device, SeekFrom::End(0)).map(capacity);
-    let most = most.map_err(|errno| unseen(path, &errno.into()))?;
+    let length = seek(device, SeekFrom::End(0)).map_err(|errno| unseen(path, &errno.into()))?;
     let mib = |bytes: u64| bytes >> 20;
+    if length < 2 * label::ROOM {
+        return Err(format!(
+            "the device {path} has {length} bytes, and one for a disk and its label has at least {} MiB: choose another place",
+            mib(2 * label::ROOM)
+        ));
+    }
+    let found = must_be_free(device, path)?;
+    let most = capacity(length);
     match bytes > most {
         true => Err(format!(
             "the device {path} takes a disk of at most {} MiB beside its label, and this one has {} MiB: make the device larger, or choose another place",
@@ -63,20 +77,66 @@ fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, Str
         ));
     }
     let found = label::read(device).map_err(told)?;
-    let wipe = format!("if nobody needs it, have it zeroed with 'blkdiscard -z {path}'");
-    match &found {
-        _ if planted("device-not-looked-at") => Ok(found),
-        Some(held) if held.label.holds != Holds::Nothing => {
-            let what = whose_on(&held.label);
-            Err(format!(
-                "the device {path} holds {what}: choose another place, or, {wipe}"
-            ))
-        }
-        Some(_) => Ok(found),
-        None if label::is_blank(device).map_err(told)? => Ok(None),
-        None => Err(format!(
-            "something is on the device {path} that Godwit has not put there (its first MiB and its last are not all zero): choose another place, or, {wipe}"
+    if planted("device-not-looked-at") {
+        return Ok(found);
+    }
+    must_be_unused(device, path)?;
+    let Some(held) = found else {
+        return match label::is_blank(device).map_err(told)? {
+            true => Ok(None),
+            false => Err(format!(
+                "something is on the device {path} that Godwit has not put there (its first MiB and its last are not all zero): choose another place, or, if nobody needs it, have it zeroed with 'blkdiscard -z {path}'"
+            )),
+        };
+    };
+    if held.label.holds != Holds::Nothing {
+        let what = whose_on(&held.label);
+        let settled = what_settles(&held.label, path);
+        return Err(format!("the device {path} holds {what}: {settled}"));
+    }
+    match label::is_as_left(device, &held.label).map_err(told)? {
+        true => Ok(Some(held)),
+        false => Err(format!(
+            "something is on the device {path} since the disk that it held moved elsewhere (its first MiB is not as it was left): choose another place; for a disk that was copied there by hand 'godwit image release {path}' drops the label that calls the device free; if nobody needs what is there, do that, and then have it zeroed with 'blkdiscard -z {path}'"
         )),
+    }
+}
+
+/// Refuses a device that the kernel works with: a file system that is mounted, one of an array, of volumes or of swap.
+fn must_be_unused(device: BorrowedFd<'_>, path: &str) -> Result<(), String> {
+    let number = format!("/proc/self/fd/{}", device.as_raw_fd());
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let until = Instant::now() + LOOKED_AT_FOR;
+    loop {
+        match open(number.as_str(), flags, Mode::empty()) {
+            Ok(_) => return Ok(()),
+            // Another one who looks has it for a moment.
+            Err(Errno::BUSY) if Instant::now() < until => std::thread::sleep(PAUSE),
+            Err(Errno::BUSY) => {
+                return Err(format!(
+                    "the device {path} is in use by this host's kernel or a program that has it alone: a file system that is mounted, swap, or an array or volumes that are made of it ('lsblk {path}' tells): choose another place"
+                ));
+            }
+            Err(errno) => return Err(unseen(path, &errno.into())),
+        }
+    }
+}
+
+/// What a person does about a device that holds something.
+fn what_settles(label: &Label, path: &str) -> String {
+    let vm = whose(label).0;
+    let nobody = format!("if nobody knows of it any more, 'godwit image release {path}'");
+    match &label.holds {
+        Holds::Part(name) if name.contains(".kept-") => format!(
+            "it is kept for a person to look at, and 'godwit image release {path}' calls it a disk; choose another place"
+        ),
+        Holds::Part(name) if name.contains(".arriving-") => format!(
+            "it comes with a migration: wait until that has ended ('godwit vm show {vm}' tells), or choose another place; {nobody} lets it go"
+        ),
+        Holds::Part(_) => format!(
+            "wait until that has ended ('godwit vm move-disk {vm} --list' tells), or choose another place; what a move left there is let go by the next start of that VM; {nobody} does"
+        ),
+        _ => "choose another place".to_owned(),
     }
 }
 
@@ -84,14 +144,21 @@ fn unseen(path: &str, error: &io::Error) -> String {
     format!("the device {path} cannot be looked at: {error}")
 }
 
-/// Whose disk, or a part of whose, a label says that its device holds, in words.
-pub fn whose_on(label: &Label) -> String {
+/// Of which VM and disk a label tells: who has had it counts before for whom it was made.
+fn whose(label: &Label) -> (String, String) {
     let record = label.text.as_deref();
     let record = record.and_then(|text| serde_json::from_slice::<ImageRecord>(text).ok());
-    let (vm, disk) = match &record {
-        Some(record) => (record.vm.as_str(), record.disk.as_str()),
-        None => (label.vm.as_str(), label.disk.as_str()),
-    };
+    // Anybody may have written it, and it is for a terminal.
+    let record = record.filter(|record| is_valid_name(&record.disk));
+    match record {
+        Some(record) => (record.vm.to_string(), record.disk),
+        None => (label.vm.clone(), label.disk.clone()),
+    }
+}
+
+/// Whose disk, or a part of whose, a label says that its device holds, in words.
+pub fn whose_on(label: &Label) -> String {
+    let (vm, disk) = whose(label);
     match &label.holds {
         Holds::Nothing => "no disk".to_owned(),
         Holds::Part(_) => {
@@ -119,7 +186,7 @@ pub fn device_room(path: &str) -> io::Result<DeviceRoom> {
     let held = held.filter(|label| label.holds != Holds::Nothing);
     Ok(DeviceRoom {
         bytes: capacity(seek(&file, SeekFrom::End(0))?),
-        taken: must_be_free(file.as_fd(), path).err(),
+        taken: must_take(file.as_fd(), path, 0).err(),
         holds: held.as_ref().map(whose_on),
     })
 }
@@ -128,6 +195,7 @@ pub fn device_room(path: &str) -> io::Result<DeviceRoom> {
 mod tests {
     use super::*;
     use godwit_testkit::file_system::Device;
+    use std::os::unix::fs::FileExt as _;
 
     fn device(block: u32) -> Option<(tempfile::TempDir, Device)> {
         let below = tempfile::tempdir_in("/var/tmp").expect("a directory");
@@ -174,9 +242,76 @@ mod tests {
         let room = device_room(path).expect("looked at");
         assert_eq!(room.bytes, length - label::ROOM);
         assert_eq!(room.holds.as_deref(), Some("disk 'data' of VM 'db'"));
-        assert_eq!(room.taken, Some(refused));
-        label::write(file.as_fd(), Some(&before), Label::free()).expect("written");
+        assert_eq!(room.taken.as_deref(), Some(refused.as_str()));
+        assert!(!refused.contains("blkdiscard"), "a live disk: {refused}");
+        let left = label::let_go(file.as_fd(), Some(&before)).expect("written");
         device_must_take(path, 512).expect("it is free");
+        // A file system keeps both slots of the label.
+        file.write_all_at(&[7; 512], 1024).expect("written");
+        let refused = device_must_take(path, 512).expect_err("something is there");
+        assert!(refused.contains("since the disk"), "{refused}");
+        assert!(refused.contains("godwit image release"), "{refused}");
+        file.write_all_at(&[0; 512], 1024).expect("written");
+        for (name, settles) in [
+            ("lun.arriving-m1", "godwit vm show db"),
+            ("lun.moving-1", "godwit vm move-disk db --list"),
+            ("lun.kept-m1", "calls it a disk"),
+        ] {
+            let part = Label {
+                holds: Holds::Part(name.to_owned()),
+                bytes: 1 << 20,
+                vm: "db".to_owned(),
+                disk: "data".to_owned(),
+                text: None,
+            };
+            label::write(file.as_fd(), Some(&left), part).expect("written");
+            let refused = device_must_take(path, 512).expect_err("a part");
+            assert!(refused.contains(settles), "{refused}");
+            assert!(!refused.contains("blkdiscard"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_somebody_has_alone_takes_no_disk_also_where_it_is_blank() {
+        let Some((_below, device)) = device(512) else {
+            return;
+        };
+        let path = device.path().to_str().expect("a path");
+        device_must_take(path, 512).expect("it is blank");
+        // As who mounts it, or makes it a part of an array, has it.
+        let flags = OFlags::RDONLY | OFlags::EXCL;
+        let alone = open(device.path(), flags, Mode::empty()).expect("opened");
+        let refused = device_must_take(path, 512).expect_err("in use");
+        assert!(
+            refused.contains("in use by this host's kernel"),
+            "{refused}"
+        );
+        drop(alone);
+        device_must_take(path, 512).expect("it is free again");
+    }
+
+    #[test]
+    fn a_device_without_room_for_a_label_says_that_it_is_too_small() {
+        let below = tempfile::tempdir_in("/var/tmp").expect("a directory");
+        let file = below.path().join("small");
+        let made = File::create(&file).and_then(|file| file.set_len(1 << 20));
+        made.expect("a file");
+        let made = std::process::Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(&file)
+            .output()
+            .expect("losetup");
+        if !made.status.success() {
+            println!("skipped: no device can be made of a file");
+            return;
+        }
+        let path = String::from_utf8(made.stdout).expect("a path");
+        let refused = device_must_take(path.trim(), 512);
+        let _ = std::process::Command::new("losetup")
+            .args(["-d", path.trim()])
+            .status();
+        let refused = refused.expect_err("too small");
+        assert!(refused.contains("has 1048576 bytes"), "{refused}");
     }
 
     #[test]

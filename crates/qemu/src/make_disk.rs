@@ -409,6 +409,7 @@ impl Source {
         })?;
         refuse_reserved(&file, Path::new(path), reserved)?;
         let written = written(&file).map_err(|error| cannot(&error))?;
+        // A device has none where it holds no whole disk.
         let (own, used) = length_and_use(&file).map_err(|error| cannot(&error))?;
         let mut head = [0; HEAD_LEN];
         let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;

@@ -3,6 +3,7 @@
 use super::*;
 use crate::whose::tests::say_whose;
 use godwit_blockio::holder;
+use godwit_blockio::label::{self, Holds, Label};
 use godwit_testkit::file_system::{Device, Mount};
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::PathBuf;
@@ -504,4 +505,41 @@ fn a_qcow2_image_is_written_out_and_one_that_names_other_files_is_not() {
         &here.disk(Some("base.torn"), None),
         &["qemu-img does not convert"],
     );
+}
+
+#[test]
+fn a_device_that_holds_no_whole_disk_is_nothing_to_make_one_from() {
+    let below = tempfile::tempdir_in("/var/tmp").unwrap();
+    let Some(device) = Device::over(&below.path().join("device"), 512) else {
+        println!("skipped: no device can be made of a file");
+        return;
+    };
+    let here = Here::new();
+    let path = device.path().to_str().unwrap().to_owned();
+    let say = |holds| {
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let before = label::read(file.as_fd()).unwrap();
+        if holds == Holds::Nothing {
+            return drop(label::let_go(file.as_fd(), before.as_ref()).unwrap());
+        }
+        let label = Label {
+            holds,
+            bytes: 1 << 20,
+            vm: "db".to_owned(),
+            disk: "data".to_owned(),
+            text: None,
+        };
+        label::write(file.as_fd(), before.as_ref(), label).unwrap();
+    };
+    let disk = DiskSpec {
+        from: Some(path.clone()),
+        ..here.disk(None, None)
+    };
+    say(Holds::Part("lun.moving-1".to_owned()));
+    here.refused(&disk, &["a part of disk 'data' of VM 'db'"]);
+    say(Holds::Nothing);
+    here.refused(&disk, &["holds no disk"]);
+    say(Holds::Disk);
+    here.make(&disk).unwrap();
+    assert_eq!(here.at("root.raw").metadata().unwrap().len(), 1 << 20);
 }

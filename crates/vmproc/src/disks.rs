@@ -123,6 +123,7 @@ impl Disks {
             left: before.left,
             known: before.known,
             labelled: before.labelled,
+            plain: before.plain,
         };
         let served = Served::new(config, paths, what, ram, held);
         let made = come.map(|migration| served.make_those_that_come(migration));
@@ -404,6 +405,7 @@ impl ServedDisks {
             left: Vec::new(),
             known: Vec::new(),
             labelled: Vec::new(),
+            plain: Vec::new(),
         }
     }
 }

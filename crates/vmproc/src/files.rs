@@ -5,6 +5,7 @@
 
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
+use godwit_types::VmName;
 use godwit_types::host_api::{
     DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IDENTITY_FILE, IMAGES_FILE, SOCKET_FILE,
     SPEC_FILE, UEFI_SIZES_FILE, VmProcessConfig, WENT_ON_FILE,
@@ -35,6 +36,7 @@ struct Places {
 /// The paths of one VM.
 #[derive(Debug, Clone)]
 pub(crate) struct Paths {
+    pub vm: VmName,
     pub state: PathBuf,
     /// QEMU's sockets and files stand below it.
     pub run: PathBuf,
@@ -50,6 +52,7 @@ impl Paths {
 
     fn at(config: &VmProcessConfig, places: &Places) -> Self {
         Self {
+            vm: config.vm.clone(),
             state: PathBuf::from(&config.state_dir),
             run: PathBuf::from(&places.run_dir),
             ram_files: RamFiles::new(PathBuf::from(&places.ram_dir), config.vm.clone()),

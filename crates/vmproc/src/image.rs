@@ -3,6 +3,7 @@
 //! Owns nothing. Refuses: to let an image go that anybody has open, and what is no image.
 
 use godwit_blockio::holder::{self, Held};
+use godwit_blockio::label::{Holds, Label};
 use godwit_blockio::{Access, label, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{NotOpened, open_looked_at};
@@ -11,7 +12,7 @@ use godwit_types::{ApiError, ErrorCode};
 use rustix::fs::{CWD, OFlags};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
@@ -24,7 +25,8 @@ pub fn show(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
     as_owner(path, || read(&open_image(path, OFlags::RDONLY)?, path))
 }
 
-/// Removes the record, so that whoever starts a VM with the image next has it. Returns what it said.
+/// Removes the record, so that whoever starts a VM with the image next has it. Returns what it said. A device whose label tells of nobody's
+/// disk is one without a label from then on.
 pub fn release(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
     as_owner(path, || {
         let file = open_image(path, OFlags::RDWR)?;
@@ -37,9 +39,28 @@ pub fn release(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
         })?;
         // One that cannot be read may be let go, too.
         let told = read(&file, path).ok().flatten();
-        holder::forget(file.as_fd()).map_err(|error| refused(path, &error))?;
+        let_go(file.as_fd()).map_err(|error| refused(path, &error))?;
         Ok(told)
     })
+}
+
+/// A label that cannot be read, or says of no disk or of one that was let go already, is taken off its device.
+fn let_go(image: BorrowedFd<'_>) -> io::Result<()> {
+    let label = match label::read(image) {
+        Ok(None) => return holder::forget(image),
+        Ok(Some(found)) => Some(found.label),
+        // The device was read, and what it says is damaged or of another version.
+        Err(error) if error.raw_os_error().is_none() => None,
+        Err(error) => return Err(error),
+    };
+    let is_let_go = |label: &Label| {
+        let is_nobodys = label.text.as_ref().is_some_and(Vec::is_empty);
+        label.holds == Holds::Nothing || is_nobodys
+    };
+    match label.is_none_or(|label| is_let_go(&label)) {
+        true => label::take_off(image),
+        false => holder::forget(image),
+    }
 }
 
 /// On a file server root may have fewer rights than the user whose file it is.
@@ -73,7 +94,8 @@ fn open_image(path: &Path, access: OFlags) -> Result<File, ApiError> {
     })?;
     let bears = match file.metadata().is_ok_and(|found| found.is_file()) {
         true => true,
-        false => label::read(file.as_fd()).is_ok_and(|label| label.is_some()),
+        // One that cannot be read is one.
+        false => label::read(file.as_fd()).map_or(true, |label| label.is_some()),
     };
     bears.then_some(file).ok_or_else(no_file)
 }
@@ -122,8 +144,11 @@ fn invalid(message: String) -> ApiError {
 mod tests {
     use super::*;
     use godwit_ownership::IMAGE_RECORD_FORMAT;
+    use godwit_testkit::file_system::{DEVICE_BYTES, Device};
     use godwit_types::image::ImageId;
     use godwit_types::{Generation, HostName, VmName};
+    use std::os::unix::fs::FileExt as _;
+    use std::path::PathBuf;
 
     fn image() -> tempfile::NamedTempFile {
         // On the file system of the build, since a tmpfs may bear no attributes.
@@ -189,6 +214,102 @@ mod tests {
         assert!(refused.message.contains("is no record"), "{refused}");
         assert_eq!(release(image.path()), Ok(None));
         assert_eq!(show(image.path()), Ok(None));
+    }
+
+    /// A device, and a link to it below `/dev`, as every volume has one.
+    struct Linked {
+        device: Device,
+        link: PathBuf,
+        _directory: tempfile::TempDir,
+    }
+
+    impl Linked {
+        fn new(name: &str) -> Option<Self> {
+            let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+            let device = Device::over(&directory.path().join("device"), 512);
+            let link = PathBuf::from(format!("/dev/godwit-test-{name}-{}", std::process::id()));
+            let linked =
+                device.filter(|device| std::os::unix::fs::symlink(device.path(), &link).is_ok());
+            if linked.is_none() {
+                println!("skipped: no device can be made of a file");
+            }
+            Some(Self {
+                device: linked?,
+                link,
+                _directory: directory,
+            })
+        }
+
+        fn open(&self) -> File {
+            let opened = File::options()
+                .read(true)
+                .write(true)
+                .open(self.device.path());
+            opened.unwrap()
+        }
+
+        fn says(&self) -> Option<Label> {
+            label::read(self.open().as_fd())
+                .unwrap()
+                .map(|found| found.label)
+        }
+
+        fn say(&self, holds: Holds, text: Option<Vec<u8>>) {
+            let label = Label {
+                holds,
+                bytes: 1 << 20,
+                vm: "web".to_owned(),
+                disk: "root".to_owned(),
+                text,
+            };
+            let before = label::read(self.open().as_fd()).unwrap();
+            label::write(self.open().as_fd(), before.as_ref(), label).unwrap();
+        }
+    }
+
+    impl Drop for Linked {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.link);
+        }
+    }
+
+    #[test]
+    fn what_a_device_says_is_shown_and_let_go_through_a_link_to_it() {
+        let Some(place) = Linked::new("image") else {
+            return;
+        };
+        let text = serde_json::to_vec(&record()).unwrap();
+        assert!(show(&place.link).is_err(), "it has no label");
+        place.say(Holds::Disk, Some(text));
+        assert_eq!(show(&place.link), Ok(Some(record())));
+        assert_eq!(release(&place.link), Ok(Some(record())));
+        assert_eq!(place.says().unwrap().holds, Holds::Disk);
+        assert_eq!(show(&place.link), Ok(None));
+        // Nobody's: the label goes, too.
+        assert_eq!(release(&place.link), Ok(None));
+        assert_eq!(place.says(), None);
+        assert!(release(&place.link).is_err(), "nothing is left to be done");
+    }
+
+    #[test]
+    fn a_label_that_calls_its_device_free_or_is_torn_is_taken_off() {
+        let Some(place) = Linked::new("torn") else {
+            return;
+        };
+        place.say(Holds::Disk, None);
+        let whole = label::read(place.open().as_fd()).unwrap();
+        label::let_go(place.open().as_fd(), whole.as_ref()).unwrap();
+        assert_eq!(release(&place.link), Ok(None));
+        assert_eq!(place.says(), None, "it says that it was done");
+        place.say(Holds::Disk, None);
+        let end = DEVICE_BYTES - label::ROOM / 2;
+        place.open().write_all_at(&[7; 8], end + 64).unwrap();
+        place.open().sync_all().unwrap();
+        let refused = show(&place.link).unwrap_err();
+        assert!(refused.message.contains("checksum is wrong"), "{refused}");
+        assert!(refused.message.contains("image release"), "{refused}");
+        assert_eq!(release(&place.link), Ok(None));
+        assert_eq!(place.says(), None);
     }
 
     #[test]

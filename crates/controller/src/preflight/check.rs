@@ -124,7 +124,7 @@ fn fine(facts: &Facts, cipher: Cipher) -> Vec<String> {
     fine.extend(along.filter(|disk| is_device_path(&disk.path)).map(|disk| {
         let (name, path) = (&disk.name, &disk.path);
         format!(
-            "disk '{name}': the device {path} stays on host {host} as it is once the VM has moved"
+            "disk '{name}': nothing is erased on the device {path} of host {host} once the VM has moved; its label, if it has one, calls it free then"
         )
     }));
     fine

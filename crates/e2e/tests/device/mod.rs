@@ -16,6 +16,7 @@ static NUMBER: AtomicU32 = AtomicU32::new(0);
 pub struct Device {
     number: PathBuf,
     node: PathBuf,
+    link: Option<PathBuf>,
     _directory: tempfile::TempDir,
 }
 
@@ -37,6 +38,7 @@ impl Device {
         let device = Self {
             number: PathBuf::from(String::from_utf8(made.stdout)?.trim()),
             node: format!("/dev/godwit-test-{}-{own}", std::process::id()).into(),
+            link: None,
             _directory: directory,
         };
         let copied = Command::new("cp")
@@ -49,6 +51,19 @@ impl Device {
         }
         std::fs::set_permissions(&device.node, Permissions::from_mode(0o666))?;
         Ok(Some(device))
+    }
+
+    /// The same with a name that is a link to its node, as every volume has one.
+    pub fn linked(mut self) -> Result<Self> {
+        let link = PathBuf::from(format!("{}-link", self.node.display()));
+        std::os::unix::fs::symlink(&self.node, &link)?;
+        self.link = Some(link);
+        Ok(self)
+    }
+
+    /// The name by which a person calls it.
+    pub fn name(&self) -> &Path {
+        self.link.as_ref().unwrap_or(&self.node)
     }
 
     pub fn node(&self) -> &Path {
@@ -69,6 +84,14 @@ impl Device {
         let file = self.open()?;
         let before = label::read(file.as_fd())?;
         label::write(file.as_fd(), before.as_ref(), label)?;
+        Ok(())
+    }
+
+    /// Has it bear a label that calls it free as it is.
+    pub fn free(&self) -> Result<()> {
+        let file = self.open()?;
+        let before = label::read(file.as_fd())?;
+        label::let_go(file.as_fd(), before.as_ref())?;
         Ok(())
     }
 
@@ -108,6 +131,9 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        if let Some(link) = &self.link {
+            let _ = std::fs::remove_file(link);
+        }
         let _ = std::fs::remove_file(&self.node);
         let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
     }

@@ -102,7 +102,7 @@ pub fn label_seeds() -> Vec<Vec<u8>> {
         text: text.map(<[u8]>::to_vec),
     };
     let labels = [
-        Label::free(),
+        Label::free(7),
         disk(Holds::Part("lun.moving-1".to_owned()), None),
         disk(Holds::Disk, Some(b"{}")),
     ];

@@ -293,7 +293,6 @@ impl Came<'_> {
         let bytes = match part_at(path, &name) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return true,
-            Err(_) if source != Source::Unknown => return true,
             Err(error) => return self.stays(&error, aside),
         };
         let (disk, mib) = (&self.disk.name, mib(bytes));
@@ -301,18 +300,20 @@ impl Came<'_> {
             Source::HasDisks => let_go(Path::new(path), &[Whose::Part(&name)]),
             Source::Unknown => {
                 aside.waits.push(format!(
-                    "what came of disk '{disk}' with migration {id} stays on the device {path} ({mib} MiB) until its source says that it has the disk, and is let go then; zero the device yourself ('blkdiscard -z {path}') if you know that nobody needs it; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
+                    "what came of disk '{disk}' with migration {id} stays on the device {path} ({mib} MiB) until its source says that it has the disk, and is let go then; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
                 ));
                 false
             }
             Source::Gone => match keep_part(path, [&name, &kept]) {
-                Ok(_) => {
+                Ok(true) => {
                     let state = self.state();
                     aside.kept.push(format!(
-                        "what came of disk '{disk}' with migration {id} is kept on the device {path} ({mib} MiB): {state}; to go on from it let 'godwit image release {path}' call it a disk on this host, name the device as the 'path' of the disk in the VM's description, and start that here; it stays until somebody zeroes the device"
+                        "what came of disk '{disk}' with migration {id} is kept on the device {path} ({mib} MiB): {state}; to go on from it let 'godwit image release {path}' call it a disk on this host, name the device as the 'path' of the disk in the VM's description, and start that here; it stays until somebody lets it go"
                     ));
                     true
                 }
+                // Somebody changed it just now: what is there by then is found by the next look.
+                Ok(false) => self.stays(&io::Error::other("its label was changed"), aside),
                 Err(error) => self.stays(&error, aside),
             },
         }

@@ -97,9 +97,11 @@ impl Served {
         }
         let path = &spec.path;
         let refused = |error: &dyn Display| Err(self.refused(spec, error));
-        if taking == Taking::Anew {
+        let is_plain = self.what().is_plain(path);
+        if taking == Taking::Anew && !is_plain {
             self.must_not_be_kept(spec, image)?;
         }
+        self.bring_label_to_end(spec, image);
         self.must_be_made_for(spec, image).map_err(|why| {
             self.refused(
                 spec,
@@ -168,7 +170,8 @@ impl Served {
             return Ok(None);
         }
         let refused = |error: &dyn Display| self.refused(spec, error);
-        let bears = bears_record(image).map_err(|error| refused(&error))?;
+        let bears = self.bears(spec, image.as_fd());
+        let bears = bears.map_err(|error| refused(&error))?;
         if !spec.changes_hands() || !bears {
             // Nobody has had it under any generation, and what the disk was here before is something else.
             let none =
@@ -207,6 +210,11 @@ impl Served {
         }
     }
 
+    /// What looks like a label on a device that was a disk without one its guest may have written.
+    fn bears(&self, spec: &DiskSpec, image: BorrowedFd<'_>) -> io::Result<bool> {
+        Ok(!self.what().is_plain(&spec.path) && bears_record(image)?)
+    }
+
     fn with_claim<R>(
         &self,
         spec: &DiskSpec,
@@ -237,7 +245,7 @@ impl Served {
         taking: Taking,
     ) -> Result<KnownImage, NotTaken> {
         self.with_claim(spec, generation, taking, |claim| {
-            let bears = bears_record(image)?;
+            let bears = self.bears(spec, image)?;
             for _ in 0..ATTEMPTS {
                 let held = match bears {
                     true => holder::read(image)?,

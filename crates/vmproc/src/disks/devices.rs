@@ -42,6 +42,7 @@ pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
             path: disk.path.clone(),
             image: *image,
             known: None,
+            part: None,
             followed: true,
         }));
     }

@@ -24,6 +24,8 @@ pub(super) struct Former<'a> {
     pub image: (u64, u64),
     /// What this host knew of it, if it is the one that it knew.
     pub known: Option<&'a KnownImage>,
+    /// The name of the part that a device may hold of it.
+    pub part: Option<&'a str>,
 }
 
 /// Whether an image of this identity ([`godwit_qemu::disk::identity_of`]) is a block device: no file has number 0.
@@ -31,12 +33,12 @@ pub(super) fn is_device((_, inode): (u64, u64)) -> bool {
     inode == 0
 }
 
-/// Says that a disk's former image stays where it is.
+/// Says that a disk's former image stays where it is, but for what a label says of it.
 pub(super) fn tell_left(disk: &str, path: &str) {
     tracing::info!(
         disk,
         path,
-        "its former image is a block device, which is left as it is"
+        "its former image is a block device, of which nothing is removed; its label, if it has one, calls it free"
     );
 }
 
@@ -46,8 +48,9 @@ impl Former<'_> {
         let (disk, path) = (self.disk, self.path.display());
         if is_device(self.image) {
             tell_left(disk, &path.to_string());
-            let whose = self.known.map(Whose::Disk);
-            return whose.is_none_or(|whose| let_go(self.path, &[whose]));
+            let (disk, part) = (self.known.map(Whose::Disk), self.part.map(Whose::Part));
+            let whose: Vec<_> = disk.into_iter().chain(part).collect();
+            return whose.is_empty() || let_go(self.path, &whose);
         }
         let looked = Entry::looked_at(self.path).and_then(|(found, entry)| match found {
             Found::Nothing => Ok(entry.is_on(self.image.0)),
@@ -187,6 +190,7 @@ pub(super) mod tests {
             path: &path,
             image: noted(device, inode),
             known: known.then_some(&noted_then),
+            part: None,
         };
         [former.remove(), !path.exists()]
     }
@@ -200,6 +204,7 @@ pub(super) mod tests {
             path: &path,
             image: (0x700, 0),
             known: None,
+            part: None,
         };
         assert!(former.remove(), "nothing is to be done where it is gone");
         std::fs::write(&path, "somebody's").unwrap();

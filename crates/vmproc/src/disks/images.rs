@@ -17,7 +17,7 @@ use crate::files::Paths;
 use godwit_store::{load_json, remove_document};
 use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
-use godwit_types::{Generation, MigrationId};
+use godwit_types::{Generation, MigrationId, VmName};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -46,7 +46,7 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
                 ..what.clone()
             };
             record::write(paths, &ours).map_err(|error| error.to_string())?;
-            give_names(&what.disks, &arrival.migration)?;
+            give_names(&paths.vm, &what.disks, &arrival.migration)?;
             tracing::info!(migration = %arrival.migration, "the disks that came with the VM are this host's");
             here(paths, what);
         }
@@ -64,11 +64,15 @@ fn over(aside: Aside) -> Result<(), String> {
 }
 
 /// Gives images that came their names.
-pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<(), String> {
+pub(super) fn give_names(
+    vm: &VmName,
+    disks: &[DiskSpec],
+    migration: &MigrationId,
+) -> Result<(), String> {
     for disk in along(disks) {
         let came = arriving_path(&disk.path, migration);
         let named = match is_device_path(&disk.path) {
-            true => finish_at(&disk.path, &arriving_name(&disk.path, migration)),
+            true => finish_at(&arriving_name(&disk.path, migration), (vm, disk)),
             false => rename(Path::new(&came), Path::new(&disk.path)).map(drop),
         };
         named.map_err(|error| {
@@ -133,6 +137,7 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
             path: Path::new(&disk.path),
             image: *image,
             known: what.known_image(&disk.name),
+            part: None,
         };
         former.remove()
     });

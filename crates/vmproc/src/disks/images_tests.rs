@@ -182,6 +182,7 @@ fn what_is_noted_of_a_vm_that_is_deleted_turns_no_later_vm_s_disk_back() {
         path: former.clone(),
         image: (1, 2),
         known: None,
+        part: None,
         followed: true,
     }];
     save_json(&left.paths.disks(), &left.what).unwrap();

@@ -9,7 +9,7 @@
 
 use super::claim::Taking;
 use super::history;
-use super::labelled::{finish, name_in};
+use super::labelled::name_in;
 use super::left::{Copying, follow, remove_left};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
@@ -478,7 +478,7 @@ impl Served {
         // What takes long comes before the disk stands still.
         mirror.second.sync()?;
         match going.copying.is_on_device() {
-            true => finish(image.as_fd(), &name_in(&going.copying.beside))?,
+            true => self.finish_copied(&going.copying, &image)?,
             false => going.copying.give_name()?,
         }
         reached("disk-move.named");

@@ -300,6 +300,7 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
         path: "/dev/left".into(),
         image: left,
         known: None,
+        part: None,
         followed: true,
     }];
     let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);

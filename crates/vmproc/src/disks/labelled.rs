@@ -6,21 +6,25 @@
 //! nothing go but the very part or disk that is noted.
 
 use super::claim::named;
+use super::former::is_device;
 use super::images::arriving_path;
 use super::kept::must_be_nobodys;
+use super::left::Copying;
 use super::served::{Served, ServedDisks};
-use super::{LOCK_WAIT, lock_name};
+use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::faults::planted;
 use crate::image::record_in;
 use godwit_blockio::label::{self, Found, Holds, Label};
-use godwit_blockio::{Access, Image, lock_file, unlock_file};
+use godwit_blockio::{Access, Image, Known, lock_file};
 use godwit_ownership::Is;
 use godwit_qemu::device::{must_take, open_device, whose_on};
+use godwit_qemu::disk::identity_of_open;
 use godwit_types::datastore::is_device_path;
 use godwit_types::image::KnownImage;
 use godwit_types::vm::DiskSpec;
-use godwit_types::{ApiError, MigrationId};
+use godwit_types::{ApiError, MigrationId, VmName};
 use rustix::fs::OFlags;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -87,10 +91,16 @@ pub(super) fn arriving_name(path: &str, migration: &MigrationId) -> String {
     name_in(&arriving_path(path, migration))
 }
 
-/// What came to the device at a path under this name is the disk from now on.
-pub(super) fn finish_at(path: &str, name: &str) -> io::Result<()> {
-    let file = open_device(Path::new(path), OFlags::RDWR)?;
-    finish(file.as_fd(), name)
+/// What came to the device of a disk under this name is the disk from now on.
+pub(super) fn finish_at(name: &str, (vm, disk): (&VmName, &DiskSpec)) -> io::Result<()> {
+    let file = open_device(Path::new(&disk.path), OFlags::RDWR)?;
+    finish(file.as_fd(), name, (vm, &disk.name))
+}
+
+/// Whether no device has this path now: nobody can tell what it holds.
+pub(super) fn is_away(path: &Path) -> bool {
+    let opened = open_device(path, OFlags::RDONLY);
+    opened.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// Bytes of the part with this name; nothing where the device holds something else.
@@ -117,7 +127,7 @@ pub(super) fn keep_part(path: &str, [name, kept]: [&str; 2]) -> io::Result<bool>
 }
 
 /// Has a device say that it holds nothing, if it holds one of these, durably. What it holds else is not ours. Returns whether
-/// nothing is left to be done. A device with another name than one below `/dev` is not looked at.
+/// nothing is left to be done: of one that is away that is not known. A device with another name than one below `/dev` is not looked at.
 pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
     if !is_device_path(&path.to_string_lossy()) {
         return true;
@@ -135,7 +145,7 @@ pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
         locked.map_err(io::Error::other)?;
         let found = label::read(file.as_fd())?;
         if is_ours(&found) {
-            label::write(file.as_fd(), found.as_ref(), Label::free())?;
+            label::let_go(file.as_fd(), found.as_ref())?;
             tracing::info!(path = %path.display(), "a block device holds no disk any more");
         }
         Ok(())
@@ -143,17 +153,17 @@ pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
     freed.map_or_else(
         |error| {
             let path = path.display();
-            tracing::warn!(%path, %error, "what a block device holds is not let go");
-            // One that is away says, once it is back, what it said: no disk that its VM knows of.
-            error.kind() == io::ErrorKind::NotFound
+            tracing::warn!(%path, %error, "what a block device holds is not let go yet");
+            false
         },
         |()| true,
     )
 }
 
 /// The part with this name is the disk from now on. All of it is durable.
-pub(super) fn finish(image: BorrowedFd<'_>, name: &str) -> io::Result<()> {
-    let found = label::read(image)?;
+fn finish(image: BorrowedFd<'_>, name: &str, (vm, disk): (&VmName, &str)) -> io::Result<()> {
+    let is_ours = |label: &Label| label.vm == vm.as_str() && label.disk == disk;
+    let found = label::read(image)?.filter(|found| is_ours(&found.label));
     match found {
         Some(found) if found.label.holds == Holds::Disk => Ok(()),
         Some(found) if found.label.holds == Holds::Part(name.to_owned()) => {
@@ -196,8 +206,11 @@ impl Served {
             return Err(refused(&format!("{} is no block device", spec.path)));
         }
         let lock = lock_name(&self.config, spec);
+        // On the very descriptor that is written to, until the image is opened for good, which is a copy of it.
         lock_file(&file, path, Access::ReadWrite, &lock, LOCK_WAIT)
             .map_err(|error| refused(&named(&self.config, self.what().uid, file.as_fd(), error)))?;
+        self.must_be_another(spec, &file)
+            .map_err(|why| refused(&why))?;
         must_be_nobodys(&self.config, &file)
             .map_err(|why| refused(&format!("the device {} {why}", spec.path)))?;
         let found = must_take(file.as_fd(), &spec.path, bytes).map_err(|why| refused(&why))?;
@@ -210,9 +223,27 @@ impl Served {
         };
         let failed = |error: io::Error| refused(&format!("{}: {error}", spec.path));
         label::write(file.as_fd(), found.as_ref(), part).map_err(failed)?;
-        // Whoever opens it for good takes it on a descriptor of its own.
-        unlock_file(&file, &lock).map_err(failed)?;
         Ok(file)
+    }
+
+    /// Refuses the device that a disk of this very VM is on already, under another name.
+    fn must_be_another(&self, spec: &DiskSpec, file: &File) -> Result<(), String> {
+        let own = identity_of_open(file).map_err(|error| error.to_string())?;
+        let what = self.what();
+        let mut all = what.disks.iter().zip(&what.images);
+        match all.find(|(_, image)| **image == own) {
+            Some((disk, _)) => Err(format!(
+                "{} and {}, where disk '{}' is, are two names of one device: choose another place",
+                spec.path, disk.path, disk.name
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`finish`], of what a disk of this VM was copied to.
+    pub(super) fn finish_copied(&self, copying: &Copying, image: &Image) -> io::Result<()> {
+        let name = name_in(&copying.beside);
+        finish(image.as_fd(), &name, (&self.config.vm, &copying.disk))
     }
 
     /// As [`Self::make_on_device`] for a disk that comes from another host, which sends no holes: all of it is zero.
@@ -248,6 +279,9 @@ impl Served {
         spec: &DiskSpec,
         image: BorrowedFd<'_>,
     ) -> Result<(), String> {
+        if self.what().is_plain(&spec.path) {
+            return Ok(());
+        }
         let found = label::read(image).map_err(|error| format!("{}: {error}", spec.path))?;
         let label = found.map(|found| found.label);
         let of = |label: &Label| {
@@ -259,20 +293,110 @@ impl Served {
         }
     }
 
-    /// Refuses a device that had a label, and has none: its end is another one, or it is another device.
-    pub(super) fn must_have_label(&self, spec: &DiskSpec, image: &Image) -> Result<(), String> {
-        let path = &spec.path;
-        if image.is_labelled() && spec.shared {
+    /// An image that was opened, as what is known of its device says.
+    pub(super) fn image_of(
+        &self,
+        file: File,
+        (spec, access): (&DiskSpec, Access),
+        is_made: bool,
+    ) -> Result<Image, ApiError> {
+        let (what, part) = (self.what(), self.part_of(spec, is_made));
+        let known = Known {
+            part: part.as_deref(),
+            is_plain: part.is_none() && what.is_plain(&spec.path),
+            device: device_in(&what.labelled, &spec.path),
+        };
+        let image = Image::of_known(file, Path::new(&spec.path), (access, BLOCK), known);
+        let image = image.map_err(|error| self.refused(spec, &error))?;
+        self.must_have_label(spec, &image)
+            .map_err(|why| self.refused(spec, &why))?;
+        Ok(image)
+    }
+
+    /// Once an image is locked: what its device says is what counts, and is at the end that the device has now.
+    pub(super) fn settle_label(&self, spec: &DiskSpec, image: &mut Image) -> Result<(), ApiError> {
+        self.must_have_label(spec, image)
+            .map_err(|why| self.refused(spec, &why))?;
+        if image.access() == Access::ReadOnly {
+            return Ok(());
+        }
+        if let Err(error) = image.move_label_to_end() {
+            // It is found where it is for as long as this process knows where that is.
+            tracing::warn!(disk = spec.name, %error, "the label of a device that was made longer stays where it is");
+        }
+        self.note_end(spec, image.label());
+        Ok(())
+    }
+
+    fn note_end(&self, spec: &DiskSpec, found: Option<&Found>) {
+        let labelled = found.map(|found| Labelled::of(&spec.path, found));
+        let what = self.what();
+        if let Some(labelled) = labelled
+            && what.is_labelled(&spec.path)
+            && !what.labelled.contains(&labelled)
+        {
+            self.amend(|what| what.note_label(labelled));
+        }
+    }
+
+    /// The same of a disk whose guest goes on: its device may have been made longer meanwhile.
+    pub(super) fn bring_label_to_end(&self, spec: &DiskSpec, image: BorrowedFd<'_>) {
+        let what = self.what();
+        if spec.read_only || !what.is_labelled(&spec.path) {
+            return;
+        }
+        let was = device_in(&what.labelled, &spec.path);
+        let moved = label::read_of(image, was).and_then(|found| {
+            let found = found.map(|found| label::move_to_end(image, &found));
+            found.transpose()
+        });
+        match moved {
+            Ok(found) => self.note_end(spec, found.as_ref()),
+            Err(error) => {
+                tracing::warn!(disk = spec.name, %error, "the label of its device cannot be read or moved");
+            }
+        }
+    }
+
+    /// Refuses a device that had a label, and has none: its end is another one, or it is another device. And one that was not known
+    /// here to have one, and whose label is of another disk: where that ends may be nowhere.
+    fn must_have_label(&self, spec: &DiskSpec, image: &Image) -> Result<(), String> {
+        let (path, what) = (&spec.path, self.what());
+        let had_label = what.is_labelled(path);
+        let Some(found) = image.label() else {
+            let was = device_in(&what.labelled, path)
+                .map_or_else(String::new, |was| format!(", when it had {was} bytes"));
+            return match had_label && !planted("label-not-missed") {
+                true => Err(format!(
+                    "the device {path} has lost the label in its last MiB, which tells where the disk ends{was}: if the device was made larger or smaller, make it as large as it was"
+                )),
+                false => Ok(()),
+            };
+        };
+        if spec.shared {
             return Err(format!(
                 "the disk on the device {path} is of one host at a time, by its label: leave out 'shared = true'"
             ));
         }
-        let had_label = self.what().labelled.contains(path);
-        match had_label && !image.is_labelled() && !planted("label-not-missed") {
-            true => Err(format!(
-                "the device {path} has lost the label in its last MiB, which tells where the disk ends: if the device was made larger, make it as large as it was"
-            )),
-            false => Ok(()),
+        if had_label || image.part().is_some() || self.is_of(spec, &found.label) {
+            return Ok(());
+        }
+        let (whose, bytes, device) = (whose_on(&found.label), image.bytes(), found.device);
+        Err(format!(
+            "the image {path} is not opened: it is {whose} by its label, and ends after {bytes} of the device's {device} bytes: name another path for this disk; if the label is left from before the device was made anew, or that disk is to be this one's, 'godwit image release {path}' on this host lets it go, and the same once more drops the label"
+        ))
+    }
+
+    /// Whether a label is of this disk, or of one that a person let go.
+    fn is_of(&self, spec: &DiskSpec, label: &Label) -> bool {
+        let own = (self.config.vm.as_str(), spec.name.as_str());
+        match label.text.as_deref() {
+            None => (label.vm.as_str(), label.disk.as_str()) == own,
+            Some([]) => true,
+            Some(text) => record_in(text)
+                .ok()
+                .flatten()
+                .is_some_and(|record| (record.vm.as_str(), record.disk.as_str()) == own),
         }
     }
 
@@ -292,11 +416,64 @@ impl Served {
     }
 }
 
+/// A block device that bears a label.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Labelled {
+    /// Its path alone.
+    At(String),
+    /// And how long it was when it was labelled: there the label is where the device was made longer since.
+    Long { path: String, device: u64 },
+}
+
+impl Labelled {
+    pub(super) fn of(path: &str, found: &Found) -> Self {
+        let (path, device) = (path.to_owned(), found.device);
+        Self::Long { path, device }
+    }
+
+    pub(super) fn path(&self) -> &String {
+        match self {
+            Self::At(path) | Self::Long { path, .. } => path,
+        }
+    }
+}
+
+pub(super) fn is_among(labelled: &[Labelled], path: &str) -> bool {
+    labelled.iter().any(|labelled| labelled.path() == path)
+}
+
+/// How long the device with this path was when it was labelled, if that is noted.
+pub(super) fn device_in(labelled: &[Labelled], path: &str) -> Option<u64> {
+    labelled.iter().find_map(|labelled| match labelled {
+        Labelled::Long { path: own, device } if own == path => Some(*device),
+        _ => None,
+    })
+}
+
 impl ServedDisks {
-    /// The device at this path bears a label.
-    pub(super) fn note_label(&mut self, path: String) {
-        self.labelled.retain(|noted| *noted != path);
-        self.labelled.push(path);
+    /// A device bears a label.
+    pub(super) fn note_label(&mut self, label: Labelled) {
+        self.labelled.retain(|noted| noted.path() != label.path());
+        self.labelled.push(label);
+    }
+
+    /// Whether the device at this path is known to bear one.
+    pub(super) fn is_labelled(&self, path: &str) -> bool {
+        is_among(&self.labelled, path)
+    }
+
+    /// Whether a device is or was a disk here, and bore none: what is at its end is its guest's.
+    pub(super) fn is_plain(&self, path: &str) -> bool {
+        self.plain_devices().iter().any(|plain| plain == path)
+    }
+
+    pub(super) fn plain_devices(&self) -> Vec<String> {
+        let own = self.disks.iter().zip(&self.images);
+        let own = own.filter(|(_, image)| is_device(**image));
+        let all = own.map(|(disk, _)| &disk.path).chain(&self.plain);
+        let plain = all.filter(|path| !self.is_labelled(path));
+        plain.cloned().collect()
     }
 }
 

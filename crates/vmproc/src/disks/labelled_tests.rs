@@ -32,6 +32,10 @@ impl Place {
     fn say(&self, holds: Holds, text: Option<Vec<u8>>) {
         let file = open_device(self.path(), OFlags::RDWR).unwrap();
         let before = label::read(file.as_fd()).unwrap();
+        if holds == Holds::Nothing {
+            label::let_go(file.as_fd(), before.as_ref()).unwrap();
+            return;
+        }
         let label = Label {
             holds,
             bytes: 1 << 20,
@@ -105,8 +109,12 @@ fn what_somebody_works_with_is_let_go_later() {
 }
 
 #[test]
-fn a_device_that_is_away_or_bears_no_label_has_nothing_to_be_let_go() {
-    assert!(let_go(Path::new("/dev/none/lun"), &[Whose::Part("x")]));
+fn of_a_device_that_bears_no_label_nothing_is_let_go_and_one_that_is_away_is_tried_again() {
+    assert!(
+        !let_go(Path::new("/dev/none/lun"), &[Whose::Part("x")]),
+        "what it holds nobody knows"
+    );
+    assert!(is_away(Path::new("/dev/none/lun")) && !is_away(Path::new("/dev/null")));
     assert!(let_go(Path::new("/srv/lun"), &[Whose::Part("x")]));
     let Some(place) = Place::new() else { return };
     assert!(let_go(place.path(), &[Whose::Part("x")]));
@@ -117,14 +125,23 @@ fn a_device_that_is_away_or_bears_no_label_has_nothing_to_be_let_go() {
 fn a_part_is_the_disk_once_and_under_its_own_name_alone() {
     let Some(place) = Place::new() else { return };
     let path = place.path().to_str().unwrap();
+    let (vm, other) = (VmName::new("web").unwrap(), VmName::new("db").unwrap());
+    let (root, data) = (DiskSpec::new("root", path), DiskSpec::new("data", path));
     place.say(part("x"), None);
-    assert!(finish_at(path, "y").is_err());
-    assert_eq!(place.holds(), part("x"));
+    for refused in [
+        finish_at("y", (&vm, &root)),
+        finish_at("x", (&other, &root)),
+        finish_at("x", (&vm, &data)),
+    ] {
+        refused.unwrap_err();
+        assert_eq!(place.holds(), part("x"));
+    }
     assert!(length_of(place.path()).is_err());
     for _ in 0..2 {
-        finish_at(path, "x").unwrap();
+        finish_at("x", (&vm, &root)).unwrap();
         assert_eq!(place.holds(), Holds::Disk);
     }
+    finish_at("x", (&other, &root)).expect_err("another VM's disk");
     assert_eq!(length_of(place.path()).unwrap(), 1 << 20);
     place.say(Holds::Disk, said(7, 3));
     let known = |image, taken| compare(place.path(), Some(&record(image, taken).known())).unwrap();
@@ -151,4 +168,31 @@ fn a_part_that_is_kept_is_let_go_by_nobody_who_made_it() {
     // A person has it be a disk.
     crate::image::release(place.path()).unwrap();
     assert_eq!(place.holds(), Holds::Disk);
+}
+
+/// A record of these disks, of which the first is on a device, as that was served.
+fn of_one(labelled: &str) -> ServedDisks {
+    let text = format!(
+        r#"{{"launch":1,"ram":[1,2],"uid":0,"gid":0,"queues":1,"disks":[{{"name":"root","path":"/dev/vg0/web"}}],"images":[[64512,0]]{labelled}}}"#
+    );
+    serde_json::from_str(&text).unwrap()
+}
+
+#[test]
+fn a_record_of_a_label_is_read_with_and_without_the_length_of_its_device() {
+    let plain = of_one("");
+    assert!(plain.is_plain("/dev/vg0/web") && !plain.is_labelled("/dev/vg0/web"));
+    assert!(!plain.is_plain("/dev/vg0/db"));
+    let old = of_one(r#","labelled":["/dev/vg0/web"]"#);
+    assert!(old.is_labelled("/dev/vg0/web") && !old.is_plain("/dev/vg0/web"));
+    assert_eq!(device_in(&old.labelled, "/dev/vg0/web"), None);
+    let mut long = old;
+    long.note_label(Labelled::Long {
+        path: "/dev/vg0/web".to_owned(),
+        device: 7 << 20,
+    });
+    let text = serde_json::to_string(&long).unwrap();
+    let again: ServedDisks = serde_json::from_str(&text).unwrap();
+    assert_eq!(device_in(&again.labelled, "/dev/vg0/web"), Some(7 << 20));
+    assert_eq!(again.labelled.len(), 1);
 }

@@ -11,7 +11,7 @@ use super::devices;
 use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::{remove, rename};
-use super::labelled;
+use super::labelled::{self, Labelled, is_among};
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
@@ -56,6 +56,9 @@ pub(super) struct Left {
     /// What this host knew of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub known: Option<KnownImage>,
+    /// The name of the part that a device may hold of it still: it was out of reach when it was to be let go.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<String>,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -79,9 +82,9 @@ pub(crate) fn settle_moves(paths: &Paths, mut spec: Option<&mut VmSpec>) -> Resu
     what.left.retain(|left| !is_described(&left.path));
     if described.is_none() {
         // Nobody starts anything with a description that could name it.
-        let labelled = &what.labelled;
+        let labelled = what.labelled.clone();
         what.left.retain(|left| {
-            let is_told = labelled.contains(&left.path);
+            let is_told = left.part.is_some() || is_among(&labelled, &left.path);
             !(left.followed && is_device(left.image)) || is_told
         });
     }
@@ -155,7 +158,9 @@ pub(super) struct Earlier {
     pub along: Vec<WentAlong>,
     pub unread: Vec<String>,
     /// Of devices that are disks or were left.
-    pub labelled: Vec<String>,
+    pub labelled: Vec<Labelled>,
+    /// Paths of those that were served without a label.
+    pub plain: Vec<String>,
 }
 
 /// For a QEMU that is started with these disks.
@@ -165,6 +170,7 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         None
     });
     let mut earlier = what.map_or_else(Earlier::default, |what| Earlier {
+        plain: what.plain_devices(),
         left: what.left,
         copying: what.copying,
         known: what.known,
@@ -187,7 +193,8 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
     let is_left = |path: &String| earlier.left.iter().any(|left| left.path == *path);
     earlier
         .labelled
-        .retain(|path| is_disk(path) || is_left(path));
+        .retain(|labelled| is_disk(labelled.path()) || is_left(labelled.path()));
+    earlier.plain.retain(is_disk);
     take_newest(
         &mut earlier.known,
         of_shared(said_by_controller(paths), disks),
@@ -277,7 +284,7 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
     let now = what.clone();
     what.left.retain(|left| {
         let is_disk = now.disks.iter().any(|disk| disk.path == left.path);
-        let is_told = now.labelled.contains(&left.path);
+        let is_told = now.is_labelled(&left.path);
         let former = FormerImage {
             followed: left.followed,
             is_disk,
@@ -304,8 +311,9 @@ impl Left {
             path: Path::new(&disk.path),
             image: *image,
             known: what.known_image(&disk.name),
+            part: None,
         };
-        let is_silent = is_device(*image) && !what.labelled.contains(&disk.path);
+        let is_silent = is_device(*image) && !what.is_labelled(&disk.path);
         let is_there = is_silent || now.is_there().unwrap_or(false);
         if !is_there {
             let (disk, path, now) = (&self.disk, &self.path, &disk.path);
@@ -323,6 +331,7 @@ impl Left {
             path: Path::new(&self.path),
             image: self.image,
             known: self.known.as_ref(),
+            part: self.part.as_deref(),
         }
     }
 }
@@ -341,6 +350,7 @@ impl Copying {
                 path: Path::new(&disk.path),
                 image: **image,
                 known: what.known_image(&disk.name),
+                part: None,
             };
             // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
             former.is_there().unwrap_or(false)
@@ -349,7 +359,11 @@ impl Copying {
     }
 
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
-    fn out_of_reach(&self) -> Option<[Left; 2]> {
+    fn out_of_reach(&self) -> Option<Vec<Left>> {
+        if self.is_on_device() {
+            let is_away = labelled::is_away(Path::new(&self.path));
+            return is_away.then(|| vec![self.left_on_device()]);
+        }
         let image = self.image.filter(|image| !is_device(*image))?;
         let beside = Entry::looked_at(Path::new(&self.beside));
         // No other file has that name, whatever number its device has now.
@@ -359,13 +373,28 @@ impl Copying {
         if beside.is_ok_and(is_there) || self.has_its_name() == Some(Is::It) {
             return None;
         }
-        Some([&self.beside, &self.path].map(|path| Left {
+        let left = [&self.beside, &self.path].map(|path| Left {
             disk: String::new(),
             path: path.clone(),
             image,
             known: self.known.clone(),
+            part: None,
             followed: true,
-        }))
+        });
+        Some(left.into())
+    }
+
+    /// What is to be let go of a device once that is there again.
+    fn left_on_device(&self) -> Left {
+        Left {
+            disk: String::new(),
+            path: self.path.clone(),
+            // Whatever number it has then.
+            image: (self.image.map_or(0, |(device, _)| device), 0),
+            known: self.known.clone(),
+            part: Some(labelled::name_in(&self.beside)),
+            followed: true,
+        }
     }
 
     /// As what has the name that it was to have.
@@ -376,6 +405,7 @@ impl Copying {
             path: Path::new(&self.path),
             image,
             known: self.known.as_ref(),
+            part: None,
         })
     }
 

@@ -69,6 +69,7 @@ impl Dead {
             path: self.path(name),
             image: self.identity(name),
             known: None,
+            part: None,
             followed: false,
         }
     }
@@ -250,6 +251,7 @@ fn a_description_follows_without_a_look_at_the_images() {
 fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_noted() {
     let mut dead = Dead::with(&["old", "new"], |dead, what| {
         what.left = vec![Left {
+            part: None,
             followed: true,
             ..dead.left("old")
         }];
@@ -323,6 +325,7 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
         });
         what.left = vec![Left {
             image: elsewhere,
+            part: None,
             followed: true,
             ..dead.left("former")
         }];

@@ -152,8 +152,9 @@ impl Disks {
             Some(_) => return Err("its disks are not whole on this host".to_owned()),
         };
         served.amend_arrival(|arrival| arrival.ours = true);
-        let arrived = begin("disk-name", move || give_names(&what.disks, &migration))
-            .and_then(|arrived| wait(&arrived, deadline)?);
+        let vm = served.config.vm.clone();
+        let named = move || give_names(&vm, &what.disks, &migration);
+        let arrived = begin("disk-name", named).and_then(|arrived| wait(&arrived, deadline)?);
         let Err(why) = arrived else {
             served.amend_arrival(|arrival| arrival.is_here = true);
             return Ok(());

@@ -6,6 +6,7 @@
 //! lock and by what they say of themselves, disks that their guests only read, and what [`godwit_blockio::grow`] refuses.
 
 use super::claim::{as_opener, bears_record, fresh_id, is_device, named};
+use super::labelled::device_in;
 use super::left::of_earlier;
 use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
@@ -13,8 +14,8 @@ use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
 use crate::image::record_of;
-use godwit_blockio::grow::{grow, size};
-use godwit_blockio::{Access, Image, holder};
+use godwit_blockio::grow::{NotGrown, grow, grow_plain, size};
+use godwit_blockio::{Access, Image, Known, holder};
 use godwit_ownership::{ImageClaim, ImageRefusal};
 use godwit_qemu::disk::length_and_use;
 use godwit_qemu::user;
@@ -51,8 +52,12 @@ impl Disks {
             let why = format!("another file lies at {} than its image", spec.path);
             return Err(refused(&why));
         }
-        let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
-            .map_err(|why| refused(&not_grown(spec, &why)))?;
+        let on = OnDevice {
+            is_plain: what.is_plain(&spec.path),
+            labelled: what.is_labelled(&spec.path).then_some(status.bytes),
+        };
+        let bytes = on.grow(image.as_fd(), wish.bytes(), spec.shared);
+        let bytes = bytes.map_err(|why| refused(&not_grown(spec, &why)))?;
         if bytes < status.bytes {
             let (now, before) = (size(bytes), size(status.bytes));
             return Err(refused(&format!(
@@ -94,16 +99,29 @@ impl AtRest {
         must_be_written(spec).map_err(|why| refused(&why))?;
         let file = open_file(&self.config, spec, self.owner())?;
         let path = Path::new(&spec.path);
-        let mut image =
-            Image::of(file, path, Access::ReadWrite, BLOCK).map_err(|error| refused(&error))?;
+        let earlier = of_earlier(&self.paths, &self.spec.disks);
+        let known = Known {
+            part: None,
+            is_plain: earlier.plain.contains(&spec.path),
+            device: device_in(&earlier.labelled, &spec.path),
+        };
+        let image = Image::of_known(file, path, (Access::ReadWrite, BLOCK), known);
+        let mut image = image.map_err(|error| refused(&error))?;
         let name = lock_name(&self.config, spec);
         let locked = image.lock(&name, LOCK_WAIT);
         locked.map_err(|error| {
             refused(&named(&self.config, self.owner().uid, image.as_fd(), error))
         })?;
-        self.must_be_ours(spec, image.as_fd())
-            .map_err(|why| refused(&why))?;
-        let bytes = grow(image.as_fd(), wish.bytes(), spec.shared)
+        let on = OnDevice {
+            is_plain: known.is_plain,
+            labelled: image.label().map(|found| found.label.bytes),
+        };
+        if !on.is_plain {
+            self.must_be_ours(spec, image.as_fd())
+                .map_err(|why| refused(&why))?;
+        }
+        let bytes = on
+            .grow(image.as_fd(), wish.bytes(), spec.shared)
             .map_err(|why| refused(&not_grown(spec, &why)))?;
         let what = format!("{} now", size(bytes));
         Ok(done(&self.config, wish, &what, image.as_fd()))
@@ -156,6 +174,25 @@ impl AtRest {
                 "the image {path} is not made larger: {why}; 'godwit image show {path}' tells what it says of itself"
             )
         })
+    }
+}
+
+/// What is known of a disk that may be a device: whatever is on it now.
+struct OnDevice {
+    is_plain: bool,
+    /// Bytes of the disk, if its device bears a label.
+    labelled: Option<u64>,
+}
+
+impl OnDevice {
+    /// Nothing is made longer that a label is behind, however long its device has become.
+    fn grow(&self, image: BorrowedFd<'_>, bytes: u64, is_shared: bool) -> Result<u64, NotGrown> {
+        match self.labelled {
+            Some(has) if has == bytes => Ok(has),
+            Some(has) => Err(NotGrown::Labelled { has }),
+            None if self.is_plain => grow_plain(image, bytes),
+            None => grow(image, bytes, is_shared),
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use super::format::must_be_raw;
 use super::images::arriving_path;
 use super::in_place::Moves;
 use super::keeping::Keeping;
+use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::there::{WentAlong, looks};
@@ -82,9 +83,12 @@ pub(crate) struct ServedDisks {
     /// What this host knows of the images that its VM's disks had.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) known: Vec<KnownImage>,
-    /// Paths of block devices that bear labels.
+    /// Block devices that bear labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) labelled: Vec<String>,
+    pub(super) labelled: Vec<Labelled>,
+    /// Paths of those that were disks of an earlier QEMU, and bore none.
+    #[serde(skip)]
+    pub(super) plain: Vec<String>,
 }
 
 /// A QEMU's disks, as all handles share them.
@@ -278,7 +282,7 @@ impl Served {
         let (mut filling, mut identities) = (Vec::new(), Vec::new());
         let mut labelled = Vec::new();
         for (image, disk) in images.iter().zip(&what.disks) {
-            labelled.extend(image.is_labelled().then(|| disk.path.clone()));
+            labelled.extend(image.label().map(|found| Labelled::of(&disk.path, found)));
             let identity = image.identity();
             let identity = identity.map_err(|error| self.refused(disk, &error))?;
             filling.push(self.fills(disk, image)?);
@@ -289,7 +293,9 @@ impl Served {
         self.change(|what| {
             what.images = identities;
             expected.into_iter().for_each(|known| what.know(known));
-            labelled.into_iter().for_each(|path| what.note_label(path));
+            labelled
+                .into_iter()
+                .for_each(|label| what.note_label(label));
         })?;
         for (index, image) in images.into_iter().enumerate() {
             let disk = what.disks.get(index);
@@ -495,7 +501,11 @@ impl Served {
             ..spec.clone()
         };
         let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
-        let file = self.open_file(spec)?;
+        let file = match made.filter(|_| is_device_path(&spec.path)) {
+            // Its lock is on this very descriptor, and there is no moment without it.
+            Some(made) => made.try_clone().map_err(|error| refused(&error))?,
+            None => self.open_file(spec)?,
+        };
         if let Some(made) = made.filter(|_| !planted("made-not-compared")) {
             self.must_be(made, spec, &file)?;
         }
@@ -510,13 +520,7 @@ impl Served {
         if !spec.read_only {
             forget_mark(&file);
         }
-        let image = match self.part_of(spec, made.is_some()) {
-            Some(part) => Image::of_part(file, Path::new(&spec.path), access, BLOCK, &part),
-            None => Image::of(file, Path::new(&spec.path), access, BLOCK),
-        };
-        let mut image = image.map_err(|error| refused(&error))?;
-        self.must_have_label(spec, &image)
-            .map_err(|why| refused(&why))?;
+        let mut image = self.image_of(file, (spec, access), made.is_some())?;
         let Some(taking) = taking else {
             return Ok((image, None));
         };
@@ -524,6 +528,7 @@ impl Served {
         locked.map_err(|error| {
             refused(&named(&self.config, self.what().uid, image.as_fd(), error))
         })?;
+        self.settle_label(spec, &mut image)?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,
             None => None,

@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the mirror while it is there. Refuses: to call a second image the
 //! disk that is not equal, not durable or not the file that was made for it.
 
-use super::labelled;
+use super::labelled::{self, Labelled};
 use super::left::{Copying, Left};
 use super::served::{Served, ServedDisks};
 use super::there::DiskAlong;
@@ -265,7 +265,7 @@ impl Served {
                 disk.shared = place.shared;
             }
             if going.copying.is_on_device() {
-                what.note_label(place.path.clone());
+                what.note_label(Labelled::At(place.path.clone()));
             }
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;

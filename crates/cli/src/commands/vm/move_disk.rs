@@ -161,7 +161,9 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
         DiskMoveState::Moved => {
             let waited = disk.switch_ms.unwrap_or(0.0);
             let left = match is_device_path(from) {
-                true => format!("; the device {from} is left as it is, and free for others"),
+                true => format!(
+                    "; nothing was erased on the device {from}, whose label, if it has one, calls it free"
+                ),
                 false => String::new(),
             };
             format!(
@@ -256,7 +258,7 @@ mod tests {
             ..disk.clone()
         };
         let said = sentence(&vm, &off_device);
-        let words = "for that; the device /dev/vg0/web is left as it is";
+        let words = "for that; nothing was erased on the device /dev/vg0/web, whose label";
         assert!(said.contains(words), "{said}");
         (disk.seconds, disk.limited_by) = (Some(8.04), Some(DiskMoveLimit::DestinationDisk));
         let said = sentence(&vm, &disk);
