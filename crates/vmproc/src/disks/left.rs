@@ -476,15 +476,17 @@ impl Copying {
     /// Removes it under either of its names; another file that has the one that it is to have is not ours. Returns whether
     /// nothing of it is left.
     pub(super) fn remove(&self, what: &ServedDisks) -> bool {
-        let mut disks = what.disks.iter();
-        if disks.any(|disk| disk.path == self.path || disk.path == self.beside) {
+        let is_disk = |path: &String| what.disks.iter().any(|disk| disk.path == *path);
+        if is_disk(&self.beside) {
             return true;
         }
+        // The VM may have come back to where its disk was being moved before it left.
+        let is_named_disk = is_disk(&self.path);
         if self.is_on_device() {
-            return self.let_go();
+            return is_named_disk || self.let_go();
         }
         let is_gone = remove(Path::new(&self.beside));
-        let Some(former) = self.former() else {
+        let Some(former) = self.former().filter(|_| !is_named_disk) else {
             return is_gone;
         };
         let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {

@@ -278,6 +278,23 @@ fn without_a_description_nothing_is_removed_that_may_be_the_only_copy() {
 }
 
 #[test]
+fn an_image_that_was_not_whole_goes_also_where_the_disk_came_back_to_the_place_that_it_was_for() {
+    let dead = Dead::with(&["old", "new.moving-1"], |_, _| ());
+    let copying = dead.copying(Some("new.moving-1"));
+    std::fs::write(dead.path("new"), "the disk").unwrap();
+    let mut what = dead.written();
+    what.disks[0].path = dead.path("new");
+    assert!(copying.remove(&what));
+    assert!(!Path::new(&dead.path("new.moving-1")).exists());
+    assert!(Path::new(&dead.path("new")).exists());
+    // Whatever a description calls the disk is one.
+    what.disks[0].path = dead.path("new.moving-1");
+    std::fs::write(dead.path("new.moving-1"), "the disk").unwrap();
+    assert!(copying.remove(&what));
+    assert!(Path::new(&dead.path("new.moving-1")).exists());
+}
+
+#[test]
 fn an_image_that_is_not_whole_and_cannot_be_removed_stays_noted() {
     let mut dead = Dead::with(&["old"], |dead, what| {
         what.copying = Some(dead.copying(None));

@@ -258,6 +258,7 @@ impl Served {
                 path: going.spec.path.clone(),
                 image: going.image,
                 known,
+                part: None,
                 followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {
