@@ -27,6 +27,7 @@ pub mod config;
 mod crypto;
 mod datastore_rooms;
 mod datastores;
+mod deleting;
 mod evidence;
 mod harden;
 mod images;

@@ -10,10 +10,7 @@ use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
-use godwit_types::host_api::{
-    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, HostVm, IMAGES_FILE, PutVm, SPEC_FILE,
-    WENT_ON_FILE,
-};
+use godwit_types::host_api::{DISKS_FILE, HostVm, PutVm, SPEC_FILE};
 use godwit_types::image::KnownImage;
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
@@ -219,6 +216,7 @@ impl Records {
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         not_a_process_matter(&record)?;
+        self.settle_earlier(vm, &record)?;
         let (generation, holds) = (request.generation, record.may_run());
         match request.expect {
             _ if holds == Some(generation) => self.note_images(request, true)?,
@@ -273,6 +271,7 @@ impl Records {
         }
         not_a_process_matter(&record)?;
         if record.may_hold() {
+            self.begin_deletion(vm, &record)?;
             let (done, why) = self.drive(&mut journal, record, Event::DeleteRequested)?;
             if done.may_hold() {
                 let message = format!(
@@ -283,36 +282,7 @@ impl Records {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
         }
-        for path in self.what_came(vm) {
-            tracing::warn!(%vm, path, "an image that came with a migration is left there: nothing of Godwit knows of it any more");
-        }
-        // Another VM of this name begins with none, and no VM process begins for this one.
-        for name in [
-            DISK_MOVES_FILE,
-            FORMER_DEVICES_FILE,
-            WENT_ON_FILE,
-            DISKS_FILE,
-            IMAGES_FILE,
-            SPEC_FILE,
-        ] {
-            remove_document(&self.dir(vm).join(name)).map_err(stored)?;
-        }
-        Ok(())
-    }
-
-    /// Images that came with a VM whose migration ended elsewhere, and that wait for a word of their source.
-    pub(crate) fn what_came(&self, vm: &VmName) -> Vec<String> {
-        let what = load_json::<serde_json::Value>(&self.dir(vm).join(DISKS_FILE));
-        let what = what.ok().flatten().unwrap_or_default();
-        let Some(migration) = what["arriving"]["migration"].as_str() else {
-            return Vec::new();
-        };
-        let disks = what["disks"].as_array().into_iter().flatten();
-        let paths = disks.filter_map(|disk| disk["path"].as_str());
-        paths
-            .map(|path| format!("{path}.arriving-{migration}"))
-            .filter(|path| Path::new(path).exists())
-            .collect()
+        self.end_deletion(vm)
     }
 
     /// Whether there is or was a VM of this name here.

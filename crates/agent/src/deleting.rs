@@ -1,0 +1,184 @@
+//! What this host wrote of a VM that it holds no longer: no disk of it is taken for one of a VM that comes by a grant, be it another of that name.
+//!
+//! Of a VM that is deleted nothing stays, also where the host dies in between: the generation under which it is held is noted before its record
+//! lets it go, and forgotten once all else is. Owns nothing. Refuses: to change anything of a VM that this host may hold.
+
+use crate::records::{Records, stored};
+use godwit_ownership::HostRecord;
+use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::host_api::{
+    DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IMAGES_FILE, SPEC_FILE, WENT_ON_FILE,
+};
+use godwit_types::{ApiError, Generation, VmName};
+use std::path::{Path, PathBuf};
+
+/// In a VM's state directory while it is deleted: the generation under which it was held.
+const DELETING_FILE: &str = "deleting.json";
+
+impl Records {
+    fn deleting(&self, vm: &VmName) -> PathBuf {
+        self.dir(vm).join(DELETING_FILE)
+    }
+
+    /// To be called before the record lets it go.
+    pub(crate) fn begin_deletion(&self, vm: &VmName, record: &HostRecord) -> Result<(), ApiError> {
+        save_json(&self.deleting(vm), &record.held).map_err(stored)
+    }
+
+    /// To be called before a VM of that name is taken by a grant: whoever deleted the last one may have died before nothing was left of it.
+    pub(crate) fn settle_earlier(&self, vm: &VmName, record: &HostRecord) -> Result<(), ApiError> {
+        let noted: Option<Generation> = load_json(&self.deleting(vm)).map_err(stored)?;
+        match noted {
+            Some(held) if held == record.held && !record.may_hold() => {
+                return self.end_deletion(vm);
+            }
+            // Nothing came of it.
+            Some(_) => remove_document(&self.deleting(vm)).map_err(stored)?,
+            None => {}
+        }
+        match record.may_hold() {
+            true => Ok(()),
+            false => self.leave_former(vm),
+        }
+    }
+
+    /// Former images that could not be removed before the VM left are of no disk any more: a description that names one of them follows to no
+    /// image of that time. One that no description followed away from is left where it is.
+    fn leave_former(&self, vm: &VmName) -> Result<(), ApiError> {
+        let path = self.dir(vm).join(DISKS_FILE);
+        // One that cannot be read is the VM process's to tell of.
+        let Ok(Some(mut what)) = load_json::<serde_json::Value>(&path) else {
+            return Ok(());
+        };
+        let left = what
+            .get_mut("left")
+            .and_then(serde_json::Value::as_array_mut);
+        let Some(left) = left else {
+            return Ok(());
+        };
+        let before = left.clone();
+        left.retain(|left| left["followed"] == true);
+        left.iter_mut().for_each(|left| left["disk"] = "".into());
+        match *left == before {
+            true => Ok(()),
+            false => save_json(&path, &what).map_err(stored),
+        }
+    }
+
+    /// Another VM of this name begins with none, and no VM process begins for this one.
+    pub(crate) fn end_deletion(&self, vm: &VmName) -> Result<(), ApiError> {
+        for path in self.what_came(vm) {
+            tracing::warn!(%vm, path, "an image that came with a migration is left there: nothing of Godwit knows of it any more");
+        }
+        for name in [
+            DISK_MOVES_FILE,
+            FORMER_DEVICES_FILE,
+            WENT_ON_FILE,
+            DISKS_FILE,
+            IMAGES_FILE,
+            SPEC_FILE,
+            DELETING_FILE,
+        ] {
+            remove_document(&self.dir(vm).join(name)).map_err(stored)?;
+        }
+        Ok(())
+    }
+
+    /// Images that came with a VM whose migration ended elsewhere, and that wait for a word of their source.
+    pub(crate) fn what_came(&self, vm: &VmName) -> Vec<String> {
+        let what = load_json::<serde_json::Value>(&self.dir(vm).join(DISKS_FILE));
+        let what = what.ok().flatten().unwrap_or_default();
+        let Some(migration) = what["arriving"]["migration"].as_str() else {
+            return Vec::new();
+        };
+        let disks = what["disks"].as_array().into_iter().flatten();
+        let paths = disks.filter_map(|disk| disk["path"].as_str());
+        paths
+            .map(|path| format!("{path}.arriving-{migration}"))
+            .filter(|path| Path::new(path).exists())
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::put;
+    use godwit_ownership::Event;
+    use godwit_types::HostName;
+    use serde_json::json;
+
+    /// A record of a VM whose disk has moved and whose description does not say so yet: the next one's would follow to the old image.
+    fn held() -> (tempfile::TempDir, Records, VmName) {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("vms")).unwrap();
+        let records = Records::new(dir.path(), HostName::new("a").unwrap());
+        let web = VmName::new("web").unwrap();
+        records.survey(&web, Generation(1)).unwrap();
+        records.put(&put("web", 2)).unwrap();
+        let written = json!({
+            "disks": [{"name": "root", "path": "/new"}],
+            "left": [{"disk": "root", "path": "/old", "image": [1, 2]}],
+        });
+        save_json(&records.dir(&web).join(DISKS_FILE), &written).unwrap();
+        (dir, records, web)
+    }
+
+    /// The host dies once the record has let the VM go.
+    fn dies_in_deletion(records: &Records, web: &VmName) {
+        let mut journal = records.lock(web).unwrap();
+        let record = journal.load().unwrap().unwrap();
+        records.begin_deletion(web, &record).unwrap();
+        let asked = Event::DeleteRequested;
+        let gone = records.drive_collecting(&mut journal, record, asked, &mut |_| ());
+        assert!(!gone.unwrap().may_hold());
+    }
+
+    #[test]
+    fn another_vm_of_the_name_begins_with_nothing_where_the_host_died_while_the_last_was_deleted() {
+        let (_dir, records, web) = held();
+        dies_in_deletion(&records, &web);
+        let disks = records.dir(&web).join(DISKS_FILE);
+        assert!(disks.exists());
+        records.survey(&web, Generation(8)).unwrap();
+        records.put(&put("web", 9)).unwrap();
+        assert!(!disks.exists() && !records.deleting(&web).exists());
+        assert!(records.spec(&web).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_vm_that_comes_by_a_grant_has_no_former_image_of_an_earlier_time() {
+        let (_dir, records, web) = held();
+        records.delete(&web, Some(Generation(2))).unwrap();
+        let disks = records.dir(&web).join(DISKS_FILE);
+        let of = |disk: &str, followed: bool| json!({"disk": disk, "path": "/old", "image": [1, 2], "followed": followed});
+        let written = |left: serde_json::Value| json!({"launch": 1, "disks": [{"name": "root", "path": "/new"}], "left": left});
+        // Its images could not be removed when it left.
+        save_json(
+            &disks,
+            &written(json!([of("root", true), of("data", false)])),
+        )
+        .unwrap();
+        records.survey(&web, Generation(8)).unwrap();
+        records.put(&put("web", 9)).unwrap();
+        let found = load_json(&disks).unwrap();
+        assert_eq!(found, Some(written(json!([of("", true)]))));
+        // What its holder has left since is its own.
+        let now = written(json!([of("root", true)]));
+        save_json(&disks, &now).unwrap();
+        records.put(&put("web", 9)).unwrap();
+        assert_eq!(load_json(&disks).unwrap(), Some(now));
+    }
+
+    #[test]
+    fn a_deletion_that_the_record_never_heard_of_takes_nothing() {
+        let (_dir, records, web) = held();
+        let record = records.record(&web).unwrap();
+        records.begin_deletion(&web, &record).unwrap();
+        records.put(&put("web", 2)).unwrap();
+        assert!(records.dir(&web).join(DISKS_FILE).exists());
+        assert!(!records.deleting(&web).exists());
+        records.delete(&web, Some(Generation(2))).unwrap();
+        assert!(!records.dir(&web).join(DISKS_FILE).exists());
+    }
+}
