@@ -38,6 +38,8 @@ pub(crate) struct Database {
     pub moves: BTreeMap<MigrationId, Move>,
     /// Where disks are that only their VMs' hosts have, copied from these.
     pub places: BTreeMap<VmId, Store>,
+    /// Of how many VMs that were made under that name it describes the last one, as an observer counts them.
+    pub described: BTreeMap<VmId, u64>,
 }
 
 /// A change of the database that is not the book's.
@@ -468,8 +470,11 @@ impl Site {
         let host = self.names[name].clone();
         let of = &mut self.controllers[controller];
         let was_fenced = of.book.is_fenced(&host);
+        // What was said of a host stands until it is certain that this database is the newest, and goes with the copy if it is none.
+        let (was_starting, was_restored) = (of.book.is_starting(), of.book.is_restored());
         let records = heard.records.clone();
         let news = of.book.hear(&host, ticket, heard);
+        let counts = !was_starting && of.book.is_restored() == was_restored;
         for said in &records {
             let said = (&said.vm, &said.claim, &said.images[..]);
             self.heard_of_image(controller, &host, said);
@@ -484,7 +489,7 @@ impl Site {
                 self.alarm_shown(host);
             }
         }
-        if was_fenced && self.machines[self.address[name]].falsely_fenced {
+        if was_fenced && counts && self.machines[self.address[name]].falsely_fenced {
             let is_due = self.alarms_due.iter().any(|(_, due)| *due == name);
             if !is_due {
                 self.alarms_due.push((self.now + 5000, name));

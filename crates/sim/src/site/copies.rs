@@ -503,6 +503,7 @@ impl Site {
             if let Some(place) = found.and_then(|(place, _)| place) {
                 let places = &mut self.controllers[controller].db.places;
                 places.insert(vm, place);
+                self.describes_newest(controller, vm);
             }
             return has_it.filter(|name| named.is_none_or(|named| named == *name));
         }

@@ -439,7 +439,10 @@ impl Site {
         if is_create {
             self.make_disk(on, vm);
             self.controllers[controller].db.places.insert(vm, 0);
+            self.guests[vm].made += 1;
+            self.describes_newest(controller, vm);
         }
+        self.grants_with_description(controller, vm);
         let changes: &[Change] = match is_create {
             true => &[Change::Exists(vm, true)],
             false => &[],

@@ -467,6 +467,8 @@ pub(crate) struct Guest {
     pub is_on: bool,
     /// A person was told that it is deleted.
     pub deleted: bool,
+    /// How many VMs of its name were made.
+    pub made: u64,
     pub exempt: BTreeSet<Exempt>,
     /// The word with which another host was last named.
     pub named: Stamp,

@@ -42,6 +42,10 @@ impl Site {
         });
         let (process, migration) = (process.number, migration.clone());
         if !self.expect_image(at, vm, (&migration, from)) {
+            // Whoever asks again for the same migration begins anew.
+            if let Some(process) = self.process(at, vm) {
+                process.receiving = None;
+            }
             return self.feed(at, vm, Event::IncomingFailed);
         }
         let looks = Happening::ReceiverLooks {

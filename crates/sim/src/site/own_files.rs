@@ -42,6 +42,8 @@ pub(crate) struct File {
     pub filled_as: Option<u64>,
     /// It was made to be filled, and no record called it the disk yet.
     pub never_disk: bool,
+    /// Whether it is the disk by now cannot be told: a person is told of it, and nobody else removes it.
+    pub is_told: bool,
     /// What comes is not written there: a planted fault.
     pub is_reused: bool,
 }

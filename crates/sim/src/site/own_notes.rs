@@ -235,6 +235,10 @@ impl Site {
             }
             CopyEnd::Forgotten => {
                 self.disk_case(DiskCase::CopyForgotten);
+                let named = self.own(at, vm).files.images[copying.to].as_mut();
+                if let Some(file) = named.filter(|file| Some(file.id) == copying.image) {
+                    file.is_told = true;
+                }
                 if self.cannot_remove(at, vm) {
                     self.own(at, vm).has_stray = true;
                 } else {
@@ -267,13 +271,12 @@ impl Site {
         copying: &Copying,
         disk: Store,
     ) -> bool {
-        if disk == copying.to {
-            return true;
-        }
         let files = &self.own(at, vm).files;
         let is_beside = files.second.contains_key(&copying.number);
         let noted = copying.image.map(|image| (image, copying.known.as_ref()));
         let named = files.images[copying.to].as_ref().zip(noted);
+        // What has the name by now may be a disk.
+        let named = named.filter(|_| disk != copying.to);
         let named = named.map(|(file, noted)| file.is(copying.to, noted));
         if is_beside {
             if self.cannot_remove(at, vm) {
@@ -296,9 +299,7 @@ impl Site {
     pub(crate) fn keeps_half_made(&self, at: MachineId, vm: VmId) -> bool {
         let machine = &self.machines[at];
         let own = &machine.slots[vm].own;
-        // What a power cut leaves is not judged yet.
-        let lost_power = machine.boots > 1;
-        if machine.is_old || lost_power || own.has_stray || own.going.is_some() {
+        if machine.is_old || own.has_stray || own.going.is_some() {
             return false;
         }
         let noted = own.notes.copying.as_ref();
@@ -307,7 +308,7 @@ impl Site {
         let mut second = own.files.second.keys();
         let mut named = own.files.images.iter().flatten();
         second.any(|second| Some(*second) != number)
-            || named.any(|file| file.never_disk && Some(file.id) != image)
+            || named.any(|file| file.never_disk && !file.is_told && Some(file.id) != image)
     }
 
     /// Removes former images that nothing needs any more; those that could not be removed stay noted.

@@ -5,7 +5,7 @@
 
 use super::controller::Purpose;
 use super::coverage::DiskCase;
-use super::model::{Ask, MachineId, NameId, VmId};
+use super::model::{Ask, Exempt, MachineId, NameId, VmId};
 use super::own_files::Store;
 use super::world::Site;
 use godwit_ownership::HostRecord;
@@ -86,10 +86,28 @@ impl Site {
             let is_holder =
                 entry.is_some_and(|entry| entry.holder.as_ref() == Some(&self.names[host]));
             let is_news = of.db.places.get(vm) != Some(place);
+            if is_holder {
+                self.describes_newest(controller, *vm);
+            }
             if is_holder && is_news && !self.plant.overrules_place() {
                 self.controllers[controller].db.places.insert(*vm, *place);
                 self.disk_case(DiskCase::PlaceCopied);
             }
+        }
+    }
+
+    pub(super) fn describes_newest(&mut self, controller: usize, vm: VmId) {
+        let made = self.guests[vm].made;
+        self.controllers[controller].db.described.insert(vm, made);
+    }
+
+    /// A database that was restored from before a VM was made describes an earlier one of its name, if it describes any: where its host
+    /// has let it go meanwhile nobody knows of the later description, and its images are no more than files.
+    pub(super) fn grants_with_description(&mut self, controller: usize, vm: VmId) {
+        let described = self.controllers[controller].db.described.get(&vm);
+        let is_earlier = described.copied().unwrap_or_default() < self.guests[vm].made;
+        if is_earlier && self.goes_along(vm) {
+            self.exempt(vm, Exempt::Forgotten);
         }
     }
 
