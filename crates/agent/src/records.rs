@@ -9,7 +9,7 @@ use crate::launch::make_dir;
 use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
-use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
+use godwit_store::{StoreError, VmStore, load_json, read_text, save_json};
 use godwit_types::host_api::{DISKS_FILE, HostVm, PutVm, SPEC_FILE};
 use godwit_types::image::KnownImage;
 use godwit_types::vm::{VmSpec, VmState};

@@ -90,15 +90,14 @@ impl Engine {
         self.image.as_fd().try_clone_to_owned()
     }
 
-    /// Goes on with another image of the same disk, while the kernel has no request of this one; else it comes back.
-    pub fn replace(&mut self, image: Image) -> Result<(), Image> {
-        match self.under_way() {
-            0 => {
-                self.image = image;
-                Ok(())
-            }
-            _ => Err(image),
+    /// Goes on with another image of the same disk; false, and it does not, while the kernel has requests of this one.
+    #[must_use]
+    pub fn replace(&mut self, image: Image) -> bool {
+        let is_idle = self.under_way() == 0;
+        if is_idle {
+            self.image = image;
         }
+        is_idle
     }
 
     /// Looks how large the image is now.

@@ -59,7 +59,7 @@ impl Device {
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
-        self.stack.bottom.replace(image).map_err(|_| busy)
+        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
     }
 
     /// Looks at the image's size and tells the guest if it has changed.

@@ -106,7 +106,16 @@ pub fn label_seeds() -> Vec<Vec<u8>> {
         disk(Holds::Part("lun.moving-1".to_owned()), None),
         disk(Holds::Disk, Some(b"{}")),
     ];
-    let said = |label| label::slot_of(&Found { number: 7, label }, DEVICE);
+    let said = |label| {
+        label::slot_of(
+            &Found {
+                number: 7,
+                device: DEVICE,
+                label,
+            },
+            DEVICE,
+        )
+    };
     let slots = labels.into_iter().filter_map(said);
     // As long as what is said, so that a change is of that.
     slots.map(|slot| slot[..96].to_vec()).collect()
