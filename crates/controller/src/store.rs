@@ -16,7 +16,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{SqlSafeStr as _, Sqlite, SqlitePool, Transaction, query, query_as, query_scalar};
+use sqlx::{
+    SqlSafeStr as _, Sqlite, SqliteConnection, SqlitePool, Transaction, query, query_as,
+    query_scalar,
+};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::AtomicU64;
@@ -80,6 +83,13 @@ fn formats() -> Migrator {
     ])
 }
 
+/// Whether a connection may be used again. Where the disk is full SQLite takes a transaction back by itself, of which sqlx does not know: the
+/// next one that fails would stay open for good, and all that is written after it be lost with the connection.
+async fn is_outside_transactions(connection: &mut SqliteConnection) -> sqlx::Result<bool> {
+    let taken_back = query("ROLLBACK").execute(connection).await;
+    Ok(taken_back.is_err())
+}
+
 impl Store {
     /// Opens the database, making it when `create` is set, and brings its format up to date.
     pub async fn open(path: &Path, create: bool) -> Result<Self> {
@@ -93,6 +103,7 @@ impl Store {
         // One connection: SQLite has one writer anyway, and nothing here is slow.
         let pool = SqlitePoolOptions::new()
             .max_connections(1)
+            .after_release(|connection, _| Box::pin(is_outside_transactions(connection)))
             .connect_with(options)
             .await?;
         formats().run(&pool).await.map_err(|error| match error {

@@ -48,3 +48,27 @@ async fn a_migration_that_has_not_ended_is_listed_however_many_came_after_it() {
         "the oldest"
     );
 }
+
+/// The controller went on in a transaction that never ended, and its next life had lost what it had confirmed.
+#[tokio::test]
+async fn what_is_written_after_the_disk_was_full_is_in_the_database() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("controller.db");
+    let store = Store::open(&path, true).await.unwrap();
+    let create = query("CREATE TABLE filler (number INTEGER)");
+    create.execute(&store.pool).await.unwrap();
+    let insert = || query("INSERT INTO filler VALUES (1)");
+    // As SQLite does it by itself where the disk is full.
+    let mut full = store.pool.begin().await.unwrap();
+    query("ROLLBACK").execute(&mut *full).await.unwrap();
+    drop(full);
+    let mut given_up = store.pool.begin().await.unwrap();
+    insert().execute(&mut *given_up).await.unwrap();
+    drop(given_up);
+    let mut kept = store.pool.begin().await.unwrap();
+    insert().execute(&mut *kept).await.unwrap();
+    kept.commit().await.unwrap();
+    let other = Store::open(&path, false).await.unwrap();
+    let count = query_scalar::<_, i64>("SELECT COUNT(*) FROM filler");
+    assert_eq!(count.fetch_one(&other.pool).await.unwrap(), 1);
+}

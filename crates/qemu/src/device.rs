@@ -102,22 +102,34 @@ fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, Str
     }
 }
 
-/// Refuses a device that the kernel works with: a file system that is mounted, one of an array, of volumes or of swap.
+/// Refuses a device that the kernel works with.
 fn must_be_unused(device: BorrowedFd<'_>, path: &str) -> Result<(), String> {
+    match is_used(device) {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(format!("{}: choose another place", is_in_use(path))),
+        Err(error) => Err(unseen(path, &error)),
+    }
+}
+
+/// As it is told of a device that [`is_used`].
+pub fn is_in_use(path: &str) -> String {
+    format!(
+        "the device {path} is in use by this host's kernel or a program that has it alone: a file system that is mounted, swap, or an array or volumes that are made of it ('lsblk {path}' tells)"
+    )
+}
+
+/// Whether the kernel works with a device: has a file system on it mounted, swaps there, or makes an array or volumes of it.
+pub fn is_used(device: BorrowedFd<'_>) -> io::Result<bool> {
     let number = format!("/proc/self/fd/{}", device.as_raw_fd());
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let until = Instant::now() + LOOKED_AT_FOR;
     loop {
         match open(number.as_str(), flags, Mode::empty()) {
-            Ok(_) => return Ok(()),
+            Ok(_) => return Ok(false),
             // Another one who looks has it for a moment.
             Err(Errno::BUSY) if Instant::now() < until => std::thread::sleep(PAUSE),
-            Err(Errno::BUSY) => {
-                return Err(format!(
-                    "the device {path} is in use by this host's kernel or a program that has it alone: a file system that is mounted, swap, or an array or volumes that are made of it ('lsblk {path}' tells): choose another place"
-                ));
-            }
-            Err(errno) => return Err(unseen(path, &errno.into())),
+            Err(Errno::BUSY) => return Ok(true),
+            Err(errno) => return Err(errno.into()),
         }
     }
 }

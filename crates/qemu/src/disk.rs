@@ -231,7 +231,9 @@ pub fn must_be_free(path: &Path) -> Result<(), String> {
 /// As [`must_be_free`] says it.
 pub fn is_taken(path: &Path) -> String {
     let path = path.display();
-    format!("a file is at {path} already: move it away, or remove it if nobody needs it")
+    format!(
+        "a file is at {path} already: 'godwit image show {path}' tells whose disk it is; move it away if it is nobody's"
+    )
 }
 
 /// Gives a file another name; both are below this directory unless they are absolute. What has that name is never replaced.

@@ -12,8 +12,10 @@ use crate::faults::planted;
 use crate::image::{readable_record, record_of};
 use godwit_blockio::{Image, holder, label};
 use godwit_ownership::{ImageClaim, ImageRecord, ImageRefusal};
+use godwit_qemu::device::{is_in_use, is_used};
 use godwit_qemu::disk::identity_of;
 use godwit_qemu::rights::as_user;
+use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::vm::DiskSpec;
@@ -100,6 +102,11 @@ impl Served {
         let is_plain = self.what().is_plain(path);
         if taking == Taking::Anew && !is_plain {
             self.must_not_be_kept(spec, image)?;
+        }
+        // Where that cannot be told it is as it always was.
+        let is_used = || self.as_opener(|| is_used(image)).unwrap_or(false);
+        if taking == Taking::Anew && is_device_path(path) && is_used() {
+            return refused(&is_in_use(path));
         }
         self.bring_label_to_end(spec, image);
         self.must_be_made_for(spec, image).map_err(|why| {

@@ -420,9 +420,9 @@ impl Served {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Labelled {
-    /// Its path alone.
+    /// As an earlier version noted it: how long the device was is not known.
     At(String),
-    /// And how long it was when it was labelled: there the label is where the device was made longer since.
+    /// The device was so long when it was labelled: there the label is where the device was made longer since.
     Long { path: String, device: u64 },
 }
 
