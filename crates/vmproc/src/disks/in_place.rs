@@ -82,7 +82,7 @@ impl Moves {
 }
 
 impl Disks {
-    /// Begins to move disks to these places, one after the other; `changed` is called after each that was.
+    /// Begins to move disks to these places, one after the other; `changed` is called after each that was, and once QEMU is gone.
     pub(crate) fn move_in_place(
         &self,
         places: Vec<DiskPlace>,
@@ -243,6 +243,7 @@ impl Served {
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
         }
+        let _ = self.has_ended.load(Ordering::SeqCst).then(changed);
     }
 
     /// Whoever hears that it has ended finds it among those that have.
