@@ -100,9 +100,7 @@ impl Label {
             text: Some(beginning.to_le_bytes().to_vec()),
         }
     }
-}
 
-impl Label {
     /// Why a device that bears it has no disk to be opened, if it has none: a part of a sentence.
     pub fn why_no_disk(&self) -> Option<String> {
         let Self { vm, disk, .. } = self;

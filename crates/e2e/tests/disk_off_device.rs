@@ -1,8 +1,10 @@
 //! A disk that leaves a block device of its host for a file, there or on another host, while its guest writes to it.
 
+mod device;
 mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
+use device::Node;
 use disk_site::{
     BYTES, LONG, LOOK_EVERY, Site, begin_move, dies_at, does_at, has_died, is_described,
     move_ended, own,
@@ -11,16 +13,16 @@ use godwit_blockio::{Access, Image};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_types::disk_move::DiskMoveState;
 use godwit_types::vm::Accelerator;
-use std::fs::{File, Permissions};
+use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// A loop device, which a node of its own names, for everybody.
+/// A block device with a name that is not below `/dev`.
 struct Device {
-    number: PathBuf,
-    directory: tempfile::TempDir,
+    node: Node,
+    // Dropped after the device is gone.
+    _directory: tempfile::TempDir,
 }
 
 impl Device {
@@ -28,32 +30,16 @@ impl Device {
     fn new() -> Result<Option<Self>> {
         let directory = tempfile::tempdir_in("/var/tmp")?;
         std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755))?;
-        let file = directory.path().join("file");
-        File::create(&file)?.set_len(BYTES)?;
-        let made = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(&file)
-            .output()?;
-        if !made.status.success() {
-            println!("skipped: {}", String::from_utf8_lossy(&made.stderr));
-            return Ok(None);
-        }
-        let number = PathBuf::from(String::from_utf8(made.stdout)?.trim());
-        let device = Self { number, directory };
-        let copied = Command::new("cp")
-            .arg("--archive")
-            .args([&device.number, &device.node()])
-            .status()?;
-        if !copied.success() || File::open(device.node()).is_err() {
-            println!("skipped: no node of a device can be made here");
-            return Ok(None);
-        }
-        std::fs::set_permissions(device.node(), Permissions::from_mode(0o666))?;
-        Ok(Some(device))
+        let at = |name| directory.path().join(name);
+        let node = Node::over(&at("file"), BYTES, at("device"))?;
+        Ok(node.map(|node| Self {
+            node,
+            _directory: directory,
+        }))
     }
 
     fn node(&self) -> PathBuf {
-        self.directory.path().join("device")
+        self.node.path().to_owned()
     }
 
     /// As volumes are named: by a link to their device.
@@ -93,12 +79,6 @@ impl Device {
     fn is_free(&self) -> Result<()> {
         let mut image = Image::open(&self.node(), Access::ReadWrite, 512)?;
         Ok(image.lock("other", LONG)?)
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
     }
 }
 

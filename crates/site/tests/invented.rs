@@ -133,6 +133,16 @@ fn read(book: &mut Book, of: &str, at: Stamp, table: SiteTable, records: Vec<Rec
     book.take_whole(&host(of), at, ticket, whole);
 }
 
+/// The same, where hosts a and b were read at the takeover's word, which is told.
+fn restored_but_for_x() -> (Book, Stamp) {
+    let (mut book, takeover) = restored_by_x();
+    for name in ["a", "b"] {
+        let (at, nothing) = (takeover.stamp, SiteTable::default());
+        read(&mut book, name, at, nothing, Vec::new());
+    }
+    (book, takeover.stamp)
+}
+
 #[test]
 fn invented_holders_of_a_table_are_bounded_and_end_with_their_teller() {
     let (mut book, takeover) = restored_by_x();
@@ -238,10 +248,7 @@ fn powers_on(book: &mut Book, (of, machine): (&str, &str), counter: u64) {
 
 #[test]
 fn a_table_that_lies_of_a_machine_locks_no_host_out_once_its_teller_is_gone() {
-    let (mut book, takeover) = restored_by_x();
-    let at = takeover.stamp;
-    read(&mut book, "a", at, SiteTable::default(), Vec::new());
-    read(&mut book, "b", at, SiteTable::default(), Vec::new());
+    let (mut book, at) = restored_but_for_x();
     read(&mut book, "x", at, lies_of_b("nobody's"), Vec::new());
     read(&mut book, "b", at, SiteTable::default(), Vec::new());
     assert_eq!(book.waits_for(), [host("b")]);
@@ -325,11 +332,7 @@ fn a_machine_that_was_made_a_host_stays_it_for_older_tables_and_after_a_restart(
 
 #[test]
 fn a_host_that_the_database_forgot_is_the_machine_that_tables_tell() {
-    let (mut book, takeover) = restored_by_x();
-    let at = takeover.stamp;
-    for name in ["a", "b"] {
-        read(&mut book, name, at, SiteTable::default(), Vec::new());
-    }
+    let (mut book, at) = restored_but_for_x();
     let mut table = table_of_b("other", 7, 1 << 10);
     table.complete = table.hosts_at;
     table.hosts[0].name = host("new");
@@ -345,46 +348,22 @@ fn a_host_that_the_database_forgot_is_the_machine_that_tables_tell() {
 
 #[test]
 fn a_host_that_was_removed_while_it_was_read_tells_nothing() {
-    let (mut book, takeover) = restored_by_x();
-    for name in ["a", "b"] {
-        read(
-            &mut book,
-            name,
-            takeover.stamp,
-            SiteTable::default(),
-            Vec::new(),
-        );
-    }
+    let (mut book, at) = restored_but_for_x();
     book.lose(&host("x"));
     drop(book.remove(&host("x"), true).unwrap());
     let before = book.may_hold(&web());
     let from = host("b");
     let generation = Generation(9);
     let lies = vec![said(web(), 9, Claim::Promised { generation, from })];
-    read(&mut book, "x", takeover.stamp, lies_of_b("nobody's"), lies);
+    read(&mut book, "x", at, lies_of_b("nobody's"), lies);
     assert_eq!(book.may_hold(&web()), before);
     assert_eq!(book.tells_another_machine(&host("b")), None);
 }
 
 #[test]
 fn a_host_whose_removal_was_not_written_is_read_again() {
-    let (mut book, takeover) = restored_by_x();
-    for name in ["a", "b"] {
-        read(
-            &mut book,
-            name,
-            takeover.stamp,
-            SiteTable::default(),
-            Vec::new(),
-        );
-    }
-    read(
-        &mut book,
-        "x",
-        takeover.stamp,
-        lies_of_b("nobody's"),
-        Vec::new(),
-    );
+    let (mut book, at) = restored_but_for_x();
+    read(&mut book, "x", at, lies_of_b("nobody's"), Vec::new());
     book.lose(&host("x"));
     let removal = book.remove(&host("x"), true).unwrap();
     book.not_removed(removal);

@@ -13,10 +13,54 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
-pub struct Device {
+/// A loop device and its node, gone with the value.
+pub struct Node {
     number: PathBuf,
-    node: PathBuf,
+    path: PathBuf,
+}
+
+impl Node {
+    /// Of a device over a new file with so many bytes. Nothing where none can be made.
+    pub fn over(file: &Path, bytes: u64, path: PathBuf) -> Result<Option<Self>> {
+        File::create(file)?.set_len(bytes)?;
+        let made = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(file)
+            .output()?;
+        if !made.status.success() {
+            println!("skipped: {}", String::from_utf8_lossy(&made.stderr));
+            return Ok(None);
+        }
+        let number = PathBuf::from(String::from_utf8(made.stdout)?.trim());
+        let node = Self { number, path };
+        let copied = Command::new("cp")
+            .arg("--archive")
+            .args([&node.number, &node.path])
+            .status()?;
+        if !copied.success() || File::open(&node.path).is_err() {
+            println!("skipped: no node of a device can be made here");
+            return Ok(None);
+        }
+        std::fs::set_permissions(&node.path, Permissions::from_mode(0o666))?;
+        Ok(Some(node))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+        let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
+    }
+}
+
+pub struct Device {
+    node: Node,
     link: Option<PathBuf>,
+    // Dropped after the device is gone.
     _directory: tempfile::TempDir,
 }
 
@@ -24,54 +68,35 @@ impl Device {
     /// Nothing where none can be made.
     pub fn new(bytes: u64) -> Result<Option<Self>> {
         let directory = tempfile::tempdir_in("/var/tmp")?;
-        let file = directory.path().join("file");
-        File::create(&file)?.set_len(bytes)?;
-        let made = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(&file)
-            .output()?;
-        if !made.status.success() {
-            println!("skipped: {}", String::from_utf8_lossy(&made.stderr));
-            return Ok(None);
-        }
         let own = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let device = Self {
-            number: PathBuf::from(String::from_utf8(made.stdout)?.trim()),
-            node: format!("/dev/godwit-test-{}-{own}", std::process::id()).into(),
+        let path = format!("/dev/godwit-test-{}-{own}", std::process::id());
+        let node = Node::over(&directory.path().join("file"), bytes, path.into())?;
+        Ok(node.map(|node| Self {
+            node,
             link: None,
             _directory: directory,
-        };
-        let copied = Command::new("cp")
-            .arg("--archive")
-            .args([&device.number, &device.node])
-            .status()?;
-        if !copied.success() || File::open(&device.node).is_err() {
-            println!("skipped: no node of a device can be made here");
-            return Ok(None);
-        }
-        std::fs::set_permissions(&device.node, Permissions::from_mode(0o666))?;
-        Ok(Some(device))
+        }))
     }
 
     /// The same with a name that is a link to its node, as every volume has one.
     pub fn linked(mut self) -> Result<Self> {
-        let link = PathBuf::from(format!("{}-link", self.node.display()));
-        std::os::unix::fs::symlink(&self.node, &link)?;
+        let link = PathBuf::from(format!("{}-link", self.node().display()));
+        std::os::unix::fs::symlink(self.node(), &link)?;
         self.link = Some(link);
         Ok(self)
     }
 
     /// The name by which a person calls it.
     pub fn name(&self) -> &Path {
-        self.link.as_ref().unwrap_or(&self.node)
+        self.link.as_deref().unwrap_or(self.node())
     }
 
     pub fn node(&self) -> &Path {
-        &self.node
+        self.node.path()
     }
 
     fn open(&self) -> Result<File> {
-        Ok(File::options().read(true).write(true).open(&self.node)?)
+        Ok(File::options().read(true).write(true).open(self.node())?)
     }
 
     pub fn label(&self) -> Result<Option<Label>> {
@@ -101,7 +126,7 @@ impl Device {
     }
 
     pub fn bytes(&self) -> Result<Vec<u8>> {
-        Ok(std::fs::read(&self.node)?)
+        Ok(std::fs::read(self.node())?)
     }
 
     pub fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
@@ -118,13 +143,13 @@ impl Device {
     pub fn lock(&self) -> Result<File> {
         let file = self.open()?;
         let patience = std::time::Duration::ZERO;
-        godwit_blockio::lock_file(&file, &self.node, Access::ReadWrite, "other", patience)?;
+        godwit_blockio::lock_file(&file, self.node(), Access::ReadWrite, "other", patience)?;
         Ok(file)
     }
 
     /// Whether somebody else may have it for a disk.
     pub fn is_free(&self) -> Result<()> {
-        let mut image = Image::open(&self.node, Access::ReadWrite, 512)?;
+        let mut image = Image::open(self.node(), Access::ReadWrite, 512)?;
         Ok(image.lock("other", super::disk_site::LONG)?)
     }
 }
@@ -134,7 +159,5 @@ impl Drop for Device {
         if let Some(link) = &self.link {
             let _ = std::fs::remove_file(link);
         }
-        let _ = std::fs::remove_file(&self.node);
-        let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
     }
 }

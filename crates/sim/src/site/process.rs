@@ -100,17 +100,34 @@ impl Site {
         }
     }
 
-    /// One action or one event.
-    pub(crate) fn go_on(&mut self, at: MachineId, vm: VmId, number: u64) {
+    /// This very process; where it is frozen, `again` happens once it goes on.
+    pub(crate) fn thawed(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        number: u64,
+        again: Happening,
+    ) -> Option<&mut Process> {
         let now = self.now;
-        let Some(process) = self.process(at, vm).filter(|p| p.number == number) else {
-            return;
-        };
+        let process = self.process(at, vm).filter(|p| p.number == number)?;
         if process.frozen_until > now {
             let delay = process.frozen_until - now;
-            let process = number;
-            return self.after(delay, Happening::Run { at, vm, process });
+            self.after(delay, again);
+            return None;
         }
+        self.process(at, vm)
+    }
+
+    /// One action or one event.
+    pub(crate) fn go_on(&mut self, at: MachineId, vm: VmId, number: u64) {
+        let again = Happening::Run {
+            at,
+            vm,
+            process: number,
+        };
+        let Some(process) = self.thawed(at, vm, number, again) else {
+            return;
+        };
         process.is_scheduled = false;
         if let Some(action) = process.todo.pop_front() {
             self.carry_out(at, vm, action);

@@ -140,15 +140,14 @@ impl Site {
 
     /// The move's next step.
     pub(crate) fn disk_moves(&mut self, at: MachineId, vm: VmId, number: u64) {
-        let now = self.now;
-        let Some(process) = self.process(at, vm).filter(|p| p.number == number) else {
+        let again = Happening::DiskMoves {
+            at,
+            vm,
+            process: number,
+        };
+        let Some(process) = self.thawed(at, vm, number, again) else {
             return;
         };
-        if process.frozen_until > now {
-            let delay = process.frozen_until - now;
-            let process = number;
-            return self.after(delay, Happening::DiskMoves { at, vm, process });
-        }
         let may_run = process.core.record().may_run();
         let slot = &self.machines[at].slots[vm];
         let Some(going) = slot
