@@ -361,7 +361,7 @@ fn console(run_dir: &Path, place: Option<&ConsolePlace>, wait_ms: u64) -> VmAnsw
 fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
     let run_dir = Path::new(&config.run_dir);
     match request {
-        VmRequest::Status if !Path::new(&config.state_dir).join(SPEC_FILE).exists() => {
+        VmRequest::Status if !is_described(config) => {
             VmAnswer::Error(ApiError::new(ErrorCode::UnknownVm, "the VM is not here"))
         }
         VmRequest::Status => VmAnswer::Status(Box::new(status(config))),
@@ -554,6 +554,12 @@ fn holds_one() -> Claim {
         generation: Generation(1),
         on: false,
     }
+}
+
+/// A damaged description is as good as none.
+fn is_described(config: &VmProcessConfig) -> bool {
+    let text = std::fs::read(Path::new(&config.state_dir).join(SPEC_FILE));
+    text.is_ok_and(|text| serde_json::from_slice::<VmSpec>(&text).is_ok())
 }
 
 fn status(config: &VmProcessConfig) -> VmStatus {

@@ -5,7 +5,7 @@ use super::*;
 use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
 use godwit_types::disk_activity::{DiskActivity, DiskWork};
-use godwit_types::site::{Claim, SiteHost, SiteTable};
+use godwit_types::site::{Claim, SiteHost, SiteTable, SurveyAnswer};
 use godwit_types::vm::{Accelerator, DiskSpec, Firmware};
 use std::collections::BTreeMap;
 
@@ -555,6 +555,37 @@ fn an_old_copy_of_the_database_takes_what_a_description_leaves_open_from_the_hol
     state.observe(&host("a"), ticket, &info, vms);
     let entry = &state.vms[&web()];
     assert_eq!((&entry.spec, &entry.resolved), (&auto, &Some(on(new))));
+}
+
+/// The holder answers a survey in words that are understood, and the VM was shown as unreachable, without a reason.
+#[test]
+fn a_vm_that_its_holder_tells_of_in_words_unknown_here_is_shown_with_why() {
+    let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    let mut info = unheard_info(&host("a"), "192.0.2.1:1".parse().unwrap());
+    info.unread.insert(web(), "newer words".into());
+    state.hosts.get_mut(&host("a")).unwrap().info = Some(info.clone());
+    let ticket = state.book.ask();
+    state.observe(&host("a"), ticket, &info, Vec::new());
+    let damaged = |state: &State| {
+        let view = state.vm_view(&web(), 0).unwrap();
+        assert_eq!(view.state, VmState::DamagedRecord);
+        assert_eq!(view.host, Some(host("a")));
+        assert!(view.note.unwrap().contains("newer words"));
+    };
+    damaged(&state);
+    let survey = state.book.begin_survey(&web(), &[]).unwrap();
+    let answer = SurveyAnswer {
+        highest: Generation(3),
+        claim: holds(3),
+        may_live: true,
+        instance: info.instance,
+        knows: info.site,
+        images: Vec::new(),
+    };
+    let answers = BTreeMap::from([(host("a"), answer)]);
+    state.book.take_survey(&survey, &answers);
+    damaged(&state);
 }
 
 /// All hosts are shown by one look at all VMs, and each host as it is shown alone.

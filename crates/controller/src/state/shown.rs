@@ -37,6 +37,8 @@ impl State {
             }
             _ if matches!(whereabouts, Whereabouts::HandingOver { .. }) => VmState::HandingOver,
             Some(state) => state,
+            // It says that it holds the VM, and tells of it in words that nobody here understands.
+            None if self.damaged_at(name).is_some() => VmState::DamagedRecord,
             None => VmState::Unreachable,
         }
     }
