@@ -171,10 +171,10 @@ pub enum Command {
 pub enum ImageCommand {
     /// Which disk an image is, and which host had it last
     #[command(
-        after_help = "An image bears this as an extended attribute; a copy of its bytes alone does not. Hosts that share an image tell each other by it who has it.\n\nExamples:\n  godwit image show /srv/fast/web-root.raw\n  godwit image show /srv/fast/web-root.raw --json"
+        after_help = "A file bears this as an extended attribute, a block device in its last MiB; a copy of a file's bytes alone does not. Hosts that share an image tell each other by it who has it.\n\nExamples:\n  godwit image show /srv/fast/web-root.raw\n  godwit image show /dev/vg0/lun --json"
     )]
     Show {
-        /// The file
+        /// The file or block device
         path: PathBuf,
     },
     /// Have an image forget which host had it, so that any VM may be started with it
@@ -182,7 +182,7 @@ pub enum ImageCommand {
         after_help = "For an image that a host refuses and that is meant to be used as it is: an older copy that was put back, or one whose host is gone for good. Make sure first that no other host has it open. Refused while it is open on this one.\n\nExample:\n  godwit image release /srv/fast/web-root.raw"
     )]
     Release {
-        /// The file
+        /// The file or block device
         path: PathBuf,
     },
 }

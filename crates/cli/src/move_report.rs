@@ -218,9 +218,14 @@ fn switchover(report: &MigrationReport) -> Option<String> {
         return None;
     }
     let ms = report.switchover_ms;
+    if !report.promise.kept && ms <= target_ms as f64 {
+        return Some(format!(
+            "not known: no VM process lived through all of it (target {target_ms} ms)"
+        ));
+    }
     let met = match report.promise.kept {
         true => "met".to_owned(),
-        false => format!("missed by {:.1} ms", (ms - target_ms as f64).max(0.0)),
+        false => format!("missed by {:.1} ms", ms - target_ms as f64),
     };
     Some(format!("{ms:.1} ms (target {target_ms} ms: {met})"))
 }

@@ -36,6 +36,16 @@ fn a_missed_wish_is_a_target_and_not_a_promise() {
     assert_eq!(kept, "21.6 ms (target 50 ms: met)");
 }
 
+/// Both hosts lost power in the handover, and a pause of 0.0 ms was said to have missed its target by 0.0 ms.
+#[test]
+fn a_pause_that_nobody_measured_is_not_told_as_no_pause() {
+    let unknown = row(&report(json!({"switchover_ms": 0.0})), "switchover").unwrap();
+    assert_eq!(
+        unknown,
+        "not known: no VM process lived through all of it (target 50 ms)"
+    );
+}
+
 #[test]
 fn a_cancelled_or_failed_move_tells_of_no_switchover_that_it_did_not_make() {
     for outcome in ["cancelled", "failed"] {

@@ -9,6 +9,7 @@
 mod activity;
 mod came;
 mod claim;
+mod cleaning;
 mod devices;
 mod entry;
 mod format;

@@ -20,9 +20,27 @@ use std::time::Duration;
 /// The name under which a person has it.
 const PERSON: &str = "a person";
 
-/// Reads the record; nothing where the image bears none.
+/// Reads the record; nothing where the image bears none. A device that holds a part of a disk is nobody's image.
 pub fn show(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
-    as_owner(path, || read(&open_image(path, OFlags::RDONLY)?, path))
+    as_owner(path, || {
+        let image = open_image(path, OFlags::RDONLY)?;
+        must_be_whole(&image, path)?;
+        read(&image, path)
+    })
+}
+
+fn must_be_whole(image: &File, path: &Path) -> Result<(), ApiError> {
+    match label::read(image.as_fd()) {
+        Ok(Some(found)) if matches!(found.label.holds, Holds::Part(_)) => {
+            let (path, label) = (path.display(), found.label);
+            let message = format!(
+                "{path} holds only a part of disk '{}' of VM '{}', with which nothing is started: a move of that disk is under way, or ended before all of it was there; 'godwit image release {path}' calls it the disk all the same",
+                label.disk, label.vm
+            );
+            Err(ApiError::new(ErrorCode::WrongState, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Removes the record, so that whoever starts a VM with the image next has it. Returns what it said. A device whose label tells of nobody's
@@ -289,6 +307,21 @@ mod tests {
         assert_eq!(release(&place.link), Ok(None));
         assert_eq!(place.says(), None);
         assert!(release(&place.link).is_err(), "nothing is left to be done");
+    }
+
+    /// It was told as a device that nobody has.
+    #[test]
+    fn a_device_with_a_part_of_a_disk_is_told_as_that() {
+        let Some(place) = Linked::new("part") else {
+            return;
+        };
+        place.say(Holds::Part("root.new".to_owned()), None);
+        let refused = show(&place.link).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::WrongState);
+        assert!(refused.message.contains("only a part of disk 'root'"));
+        assert_eq!(release(&place.link), Ok(None));
+        assert_eq!(place.says().unwrap().holds, Holds::Disk);
+        assert_eq!(show(&place.link), Ok(None));
     }
 
     #[test]

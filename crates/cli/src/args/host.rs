@@ -48,7 +48,7 @@ pub enum HostCommand {
         #[arg(long)]
         confirm_unreachable: bool,
     },
-    /// Check a host: kernel, userfaultfd, QEMU, CPU, AES, MTU, clock, ports, huge pages; each with its remedy
+    /// Check a host: kernel, userfaultfd, QEMU, CPU, AES, MTU, clock, ports, huge pages, datastores; each with its remedy
     #[command(
         after_help = "Examples:\n  godwit host check          (this machine)\n  godwit host check b        (through the controller)"
     )]

@@ -195,7 +195,7 @@ pub struct VmMoveDisk {
 pub struct VmResizeDisk {
     /// The VM
     pub vm: VmName,
-    /// The disk's name within the VM
+    /// The disk's name within the VM, as 'godwit vm show' lists it
     pub disk: String,
     /// The size that it is to have
     #[arg(long, value_name = "GIB", value_parser = whole::<u64, 1, DISK_GIB_MAX, 40>)]
@@ -208,7 +208,7 @@ pub struct VmResizeDisk {
 pub struct VmLimitDisk {
     /// The VM
     pub vm: VmName,
-    /// The disk's name within the VM
+    /// The disk's name within the VM, as 'godwit vm show' lists it
     pub disk: String,
     /// Most reads and writes in a second
     #[arg(long, value_name = "N", value_parser = whole::<u64, 1, DISK_IOPS_MAX, 500>)]

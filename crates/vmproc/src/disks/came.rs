@@ -8,7 +8,7 @@
 use super::Disks;
 use super::entry::{Entry, Found};
 use super::images::{along, arrival, arriving_path, forget, remove};
-use super::labelled::{Whose, arriving_name, keep_part, let_go, name_in, part_at};
+use super::labelled::{Whose, arriving_name, is_away, keep_part, let_go, name_in, part_at};
 use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
@@ -293,7 +293,12 @@ impl Came<'_> {
         let bytes = match part_at(path, &name) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return true,
-            Err(error) => return self.stays(&error, aside),
+            // As of a file system that is not mounted: nobody waits for it who knows what is to become of it.
+            Err(error) if source != Source::Unknown && is_away(Path::new(path)) => {
+                tracing::warn!(path, %error, "the device that a disk came to is not there: its label tells that it holds a part, and nothing else does any more");
+                return true;
+            }
+            Err(error) => return self.stays_on_device(&error, aside),
         };
         let (disk, mib) = (&self.disk.name, mib(bytes));
         match source {
@@ -313,8 +318,10 @@ impl Came<'_> {
                     true
                 }
                 // Somebody changed it just now: what is there by then is found by the next look.
-                Ok(false) => self.stays(&io::Error::other("its label was changed"), aside),
-                Err(error) => self.stays(&error, aside),
+                Ok(false) => {
+                    self.stays_on_device(&io::Error::other("its label was changed"), aside)
+                }
+                Err(error) => self.stays_on_device(&error, aside),
             },
         }
     }
@@ -347,7 +354,19 @@ impl Came<'_> {
     }
 
     fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {
-        let (disk, id, path) = (&self.disk.name, &self.arrival.migration, self.path());
+        self.stays_as(&self.path(), error, aside)
+    }
+
+    fn stays_on_device(&self, error: &io::Error, aside: &mut Aside) -> bool {
+        self.stays_as(
+            &format!("a part on the device {}", self.disk.path),
+            error,
+            aside,
+        )
+    }
+
+    fn stays_as(&self, path: &str, error: &io::Error, aside: &mut Aside) -> bool {
+        let (disk, id) = (&self.disk.name, &self.arrival.migration);
         aside.waits.push(format!(
             "what came of disk '{disk}' with migration {id} cannot be put aside ({error}): it stays as {path}, and this is tried again"
         ));

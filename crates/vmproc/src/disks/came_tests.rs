@@ -233,6 +233,25 @@ fn what_came_to_a_directory_that_is_gone_keeps_no_vm_from_starting() {
     }
 }
 
+/// A volume that was removed kept its VM from starting on that host, and from coming to it, for good.
+#[test]
+fn what_came_to_a_device_that_is_gone_keeps_no_vm_from_starting() {
+    let mut left = Left::with(Some(("m", Some(2))), None, &[]);
+    let gone = format!("/dev/godwit-test-gone-{}", std::process::id());
+    left.what.disks[0].path.clone_from(&gone);
+    save_json(&left.paths.disks(), &left.what).unwrap();
+    let waits = put_aside(&left.paths, Source::Unknown, None).waits;
+    let told = format!("it stays as a part on the device {gone}");
+    assert!(waits[0].contains(&told), "{waits:?}");
+    assert!(
+        put_aside(&left.paths, Source::HasDisks, None)
+            .waits
+            .is_empty()
+    );
+    let settled = super::super::images::settle(&left.paths, Generation(9));
+    assert_eq!(settled, Ok(()));
+}
+
 #[test]
 fn of_a_disk_of_which_only_parts_come_one_is_kept_and_not_one_for_each_try() {
     for (whole, refused) in [(None, true), (Some(2), false)] {

@@ -4,13 +4,13 @@
 //! now on, and the disk goes on with it ([`super::switching`]): so one image is certainly the
 //! right one, whenever this process dies. Then the VM's description follows, and the former image is removed.
 //!
-//! Owns the threads that move disks and remove what is left, which alone touch storage that may hang. Refuses: disks that the guest only reads, images
+//! Owns the threads that move disks. Refuses: disks that the guest only reads, images
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
 use super::claim::Taking;
 use super::history;
 use super::labelled::name_in;
-use super::left::{Copying, follow, remove_left};
+use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
@@ -23,7 +23,6 @@ use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
 use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_qemu::disk::{identity_of_open, must_be_free};
-use godwit_store::sync_document;
 use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
@@ -35,7 +34,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How often it is tried again to remove a copy that is not whole.
 const CLEAN_EVERY: Duration = Duration::from_secs(30);
 
@@ -51,7 +50,7 @@ pub(super) struct Moves {
     /// Held by whoever writes them.
     writing: Mutex<()>,
     /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
-    turn: Mutex<()>,
+    pub(super) turn: Mutex<()>,
     /// When it was last tried to remove a copy that is not whole.
     cleaned: Mutex<Option<Instant>>,
 }
@@ -70,7 +69,7 @@ impl Moves {
     }
 
     /// Whether it is time to try again to remove a copy that is not whole, which no move is making.
-    fn may_clean(&self) -> bool {
+    pub(super) fn may_clean(&self) -> bool {
         let (mut cleaned, now) = (lock(&self.cleaned), Instant::now());
         let is_time = cleaned.is_none_or(|at| now >= at + CLEAN_EVERY);
         let may = is_time && !lock(&self.disks).iter().any(DiskMove::is_under_way);
@@ -332,101 +331,6 @@ impl Served {
             tracing::warn!(%error, "a disk that is not moved is not settled yet");
         }
         moved
-    }
-
-    /// Whether nothing of an earlier move is unsettled. A former image that could not be removed stays noted, and is in nobody's
-    /// way.
-    fn is_clean(&self) -> bool {
-        let what = self.what();
-        what.left.iter().all(|left| left.followed) && what.copying.is_none()
-    }
-
-    /// Removes what earlier moves left. Whoever calls this has the turn, so that none is under way.
-    fn clean(&self) {
-        if let Some(copying) = &self.what().copying
-            && let Err(error) = self.remove_copy(copying)
-        {
-            tracing::warn!(%error, "a disk that was not moved is not settled yet");
-        }
-        self.remove_former();
-    }
-
-    /// Writes down again what the disks are, where what is written may be something else. What a predecessor wrote may be readable without being
-    /// durable.
-    fn make_certain(&self) -> Result<(), ApiError> {
-        match self.must_save.load(Ordering::SeqCst) {
-            true => self.change(|_| ()),
-            false => sync_document(&self.paths.disks()).map_err(internal),
-        }
-    }
-
-    /// Not before it is certain that what is written does not call it the disk. Where that is certain it goes first: it may be what keeps the
-    /// record from having room.
-    pub(super) fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
-        if self.has_ended.load(Ordering::SeqCst) && !self.must_save.load(Ordering::SeqCst) {
-            // Its record may have been settled before the image was made.
-            return match copying.remove(&self.what()) {
-                true => Ok(()),
-                false => Err(internal(copying.why_not_moved())),
-            };
-        }
-        self.make_certain()?;
-        match copying.remove(&self.what()) {
-            true => self.change(|what| what.copying = None),
-            false => Err(internal(copying.why_not_moved())),
-        }
-    }
-
-    /// Waits until the VM's description says where the disks are, and removes the images that they had before.
-    fn remove_former(&self) {
-        let has_ended = || self.has_ended.load(Ordering::SeqCst);
-        while self.what().left.iter().any(|left| !left.followed) {
-            if has_ended() {
-                // Before the next start.
-                return;
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-        // Nothing is removed before it is certain that what is written does not call it the disk.
-        let certain = self.make_certain();
-        let mut what = ServedDisks::clone(&self.what());
-        let before = what.left.clone();
-        let removed = certain.and_then(|()| {
-            remove_left(&mut what);
-            match what.left == before {
-                true => Ok(()),
-                false => self.change(|now| now.left = what.left),
-            }
-        });
-        if let Err(error) = removed {
-            tracing::warn!(%error, "that former images are removed is not written yet");
-        }
-    }
-
-    /// Tries again, now and then, to remove a copy that could not be removed: it may take the room that others need.
-    pub(super) fn clean_up_again(self: &Arc<Self>) {
-        // Whoever has the turn may be in the hands of storage: no second one waits behind it.
-        let is_free = self.moves.turn.try_lock().is_ok();
-        if is_free && self.what().copying.is_some() && self.moves.may_clean() {
-            self.clean_up();
-        }
-    }
-
-    /// Removes what a predecessor left, on a thread of its own: its storage may hang.
-    pub(super) fn clean_up(self: &Arc<Self>) {
-        let what = self.what();
-        if what.left.is_empty() && what.copying.is_none() {
-            return;
-        }
-        let served = Arc::clone(self);
-        let work = move || {
-            let _turn = lock(&served.moves.turn);
-            served.clean();
-        };
-        let thread = std::thread::Builder::new().name("disk-clean-up".into());
-        if let Err(error) = thread.spawn(work) {
-            tracing::warn!(%error, "what a predecessor left of moves of disks is not removed yet");
-        }
     }
 
     pub(super) fn disk(&self, index: usize) -> Result<Arc<Disk>, &'static str> {

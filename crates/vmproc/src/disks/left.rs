@@ -359,7 +359,7 @@ impl Copying {
     }
 
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
-    fn out_of_reach(&self) -> Option<Vec<Left>> {
+    pub(super) fn out_of_reach(&self) -> Option<Vec<Left>> {
         if self.is_on_device() {
             let is_away = labelled::is_away(Path::new(&self.path));
             return is_away.then(|| vec![self.left_on_device()]);

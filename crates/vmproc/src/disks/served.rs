@@ -183,12 +183,9 @@ impl Served {
         }
         let mut changed = ServedDisks::clone(&what);
         change(&mut changed);
-        let written = self.write(&changed);
-        match &written {
-            Ok(()) => *what = Arc::new(changed),
-            Err(_) => self.must_save.store(true, Ordering::SeqCst),
-        }
-        written
+        self.write(&changed)?;
+        *what = Arc::new(changed);
+        Ok(())
     }
 
     /// Changes it for this process alone until the next change writes it, too: only what a successor finds out by itself.
@@ -414,7 +411,6 @@ impl Served {
     fn serve(&self, index: usize, patience: Duration) -> Result<(), ApiError> {
         if self.must_save.load(Ordering::SeqCst) {
             self.save()?;
-            self.must_save.store(false, Ordering::SeqCst);
         }
         let what = self.what();
         let (Some(spec), Some(before)) = (what.disks.get(index), what.images.get(index)) else {
@@ -566,8 +562,11 @@ impl Served {
         self.write(&what)
     }
 
+    /// Whoever calls this has locked what is written, so that who sees that nothing must be written finds the last of it written.
     fn write(&self, what: &ServedDisks) -> Result<(), ApiError> {
-        record::write(&self.paths, what).map_err(internal)
+        let written = record::write(&self.paths, what);
+        self.must_save.store(written.is_err(), Ordering::SeqCst);
+        written.map_err(internal)
     }
 }
 

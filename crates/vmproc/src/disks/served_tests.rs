@@ -69,3 +69,47 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
     served.remove_copy(&copying).unwrap();
     assert_eq!(served.what().copying, None);
 }
+
+/// Every later move of the VM's disks was refused until its QEMU ended.
+#[test]
+fn a_device_that_is_gone_since_a_move_to_it_began_keeps_no_disk_from_moving() {
+    let site = Site::new();
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let path = format!("/dev/godwit-test-gone-{}", std::process::id());
+    let copying = Copying {
+        disk: "root".into(),
+        beside: format!("{path}.moving-1"),
+        path: path.clone(),
+        image: Some((0x700, 0)),
+        known: None,
+    };
+    let what = ServedDisks {
+        copying: Some(copying.clone()),
+        ..ServedDisks::none(1, (0, 0))
+    };
+    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
+    std::fs::create_dir_all(&site.paths.state).unwrap();
+    served.save().unwrap();
+    served.remove_copy(&copying).unwrap();
+    assert!(served.is_clean());
+    let left = &served.what().left;
+    assert_eq!(left[0].path, path, "it is let go once the device is there");
+    assert!(left[0].part.is_some());
+}
+
+/// A later write that went well was taken for the one that had failed.
+#[test]
+fn what_could_not_be_written_is_due_until_it_is_written_and_no_longer() {
+    let site = Site::new();
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let what = ServedDisks::none(1, (0, 0));
+    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
+    std::fs::create_dir_all(&site.paths.state).unwrap();
+    let next = format!("{}.new", site.paths.disks().display());
+    std::fs::create_dir(&next).unwrap();
+    served.change(|_| ()).unwrap_err();
+    assert!(served.must_save.load(Ordering::SeqCst));
+    std::fs::remove_dir(&next).unwrap();
+    served.change(|_| ()).unwrap();
+    assert!(!served.must_save.load(Ordering::SeqCst));
+}
