@@ -10,7 +10,7 @@
 //! Pure. Who owns the state: the value, which belongs to whoever drives the mirror; a flush is known by the number that he gave
 //! it. Refuses: ends of what was never begun, which change nothing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Phase, Side};
 
@@ -61,6 +61,8 @@ pub struct Flushes {
     base: Option<u64>,
     /// and whether it was done since that is so.
     has_base: bool,
+    /// All of these flushes that have not ended, of use or not.
+    bases: BTreeSet<u64>,
     #[cfg(feature = "planted-faults")]
     plant: Option<crate::Plant>,
 }
@@ -123,7 +125,7 @@ impl Flushes {
             Side::Destination => flush.destination = false,
         }
         let there = flush.destination && !planted!(self, FlushAnsweredAtSource);
-        let here = flush.source && !planted!(self, FlushAnsweredAtDestination);
+        let here = flush.source;
         let is_answered = !here && !there;
         if is_answered {
             self.open.remove(&id);
@@ -147,31 +149,37 @@ impl Flushes {
     /// The base begins.
     pub fn begin_base(&mut self, id: u64) {
         self.base = Some(id);
+        self.bases.insert(id);
     }
 
-    /// Whether it is the base that is under way.
+    /// Whether it is a base that is under way, be it of no use any more: no guest waits for it.
     pub fn is_base(&self, id: u64) -> bool {
-        self.base == Some(id)
+        self.bases.contains(&id)
     }
 
-    /// The destination has done this one, or is not waited for. Returns whether it was the base.
+    /// The destination has done this one, or is not waited for. Returns whether it was a base.
     pub fn base_ended(&mut self, id: u64) -> bool {
-        let is_base = self.is_base(id);
-        if is_base {
+        if self.base == Some(id) {
             self.base = None;
             self.has_base = true;
         }
-        is_base
+        self.bases.remove(&id)
     }
 
     /// What the destination was given may not have come there, a flush among it.
     pub fn lost(&mut self) {
         self.has_base = false;
+        if !planted!(self, OldBaseCounts) {
+            // What comes again is given later than the base that is under way.
+            self.base = None;
+        }
     }
 
     /// How far the mirror is now. To be told each time that it may have changed.
     pub fn observe(&mut self, phase: Phase) {
-        self.has_base &= phase == Phase::Synchronised;
+        if phase != Phase::Synchronised {
+            self.lost();
+        }
     }
 
     /// Whether both sides are equal but for what is under way, and all that was durable is so on both.
