@@ -31,10 +31,8 @@ pub enum Plant {
     ReadAtDestination,
     /// A flush is done at the source alone, though both sides are equal.
     FlushedAtSourceAlone,
-    /// A flush of both sides is answered once the source has done it,
+    /// A flush of both sides is answered once the source has done it.
     FlushAnsweredAtSource,
-    /// or once the destination has.
-    FlushAnsweredAtDestination,
     /// Both sides count as equal before what the destination has is durable.
     NoBase,
     /// The base of an earlier time at which both sides were equal counts for a later one.
