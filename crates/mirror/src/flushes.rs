@@ -24,7 +24,7 @@ pub enum Kind {
     Flush,
 }
 
-/// Where it goes.
+/// The side or sides that have to carry a request out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Route {
     /// To this side as it is, and nobody waits for the other.
@@ -146,7 +146,7 @@ impl Flushes {
             && self.base.is_none()
     }
 
-    /// The base begins.
+    /// The destination was given this flush as the base: an earlier one is of no use then.
     pub fn begin_base(&mut self, id: u64) {
         self.base = Some(id);
         self.bases.insert(id);

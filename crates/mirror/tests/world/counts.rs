@@ -35,7 +35,6 @@ counts! {
     /// or on a link that was lost.
     torn_on_link,
     failed_at_destination,
-    /// Of them, flushes.
     failed_flushes_there,
     failed_reads,
     power_cuts,
@@ -51,9 +50,9 @@ counts! {
     lost_sectors,
     /// Requests that nobody answered, for a power cut.
     unanswered,
-    /// Flushes that were answered: by the source alone,
+    /// Answers to flushes, for which one disk was asked,
     flushed_at_source,
-    /// and by both.
+    /// or two disks were.
     flushed_at_both,
     switched,
     reads,
