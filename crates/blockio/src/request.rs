@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
+use godwit_mirror::Kind;
 use rustix::io::Errno;
 
 use crate::Buffer;
@@ -35,6 +36,17 @@ impl Work {
             Self::Read(range) | Self::Write(range) | Self::Discard(range) => Some(range),
             Self::WriteZeroes { range, .. } => Some(range),
             Self::Flush => None,
+        }
+    }
+
+    /// As a mirror has it.
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Read(_) => Kind::Read,
+            Self::Write(_) => Kind::Write,
+            Self::Flush => Kind::Flush,
+            Self::Discard(_) => Kind::Discard,
+            Self::WriteZeroes { .. } => Kind::Zeroes,
         }
     }
 

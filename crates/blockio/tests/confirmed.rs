@@ -239,6 +239,32 @@ fn a_destination_that_may_be_left_alone_is_equal_once_it_has_made_durable_what_i
 }
 
 #[test]
+fn a_destination_is_not_equal_by_a_flush_from_before_a_region_was_copied_again() {
+    let mut site = Site::equal();
+    site.given.lock().unwrap().may_be_left_alone = true;
+    site.course.lose(0..0);
+    site.finished();
+    let old = site.given.lock().unwrap().flushes.remove(0);
+    // Its region is copied again, after that flush was given.
+    site.source.fail_writes(1, Errno::IO);
+    site.stack
+        .submit(write_of(0, 4096, 7, FAILS), Instant::now());
+    site.finished();
+    let (write, ..) = site.given.lock().unwrap().writes.remove(0);
+    let copied = site.given.lock().unwrap().copied;
+    site.end(write);
+    assert_eq!(site.finished(), [FAILS]);
+    assert!(site.given.lock().unwrap().copied > copied);
+    site.end(old);
+    assert!(site.finished().is_empty());
+    assert!(!site.course.is_synchronised());
+    assert_eq!(site.given.lock().unwrap().flushes.len(), 1);
+    assert_eq!(site.confirm(), 1);
+    assert!(site.finished().is_empty());
+    assert!(site.course.is_synchronised());
+}
+
+#[test]
 fn nobody_waits_for_long_for_a_destination_that_confirms_nothing_and_it_is_not_equal_then() {
     let mut site = Site::equal();
     let began = Instant::now();

@@ -24,9 +24,15 @@
 
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod plant;
+mod flushes;
 mod newest;
 
+pub use flushes::{Destination, Flushes, Kind, Route};
 pub use newest::Newest;
+#[cfg(feature = "planted-faults")]
+pub use plant::Plant;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -63,30 +69,6 @@ pub enum Step {
     Copy(Copy),
     /// Tell the guest that its write was done, or that it failed at the source.
     Answer { write: WriteId, done: bool },
-}
-
-/// A fault on purpose, which the model test must find.
-#[cfg(feature = "planted-faults")]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Plant {
-    /// A region is read while writes that were begun before touch it.
-    NoDrain,
-    /// A write to a region that is being copied is not held.
-    NotHeld,
-    /// A write that waited until a region was copied goes to the source alone.
-    QueuedToTheSourceAlone,
-    /// A write that touches copied and other regions goes to the source alone.
-    StraddlingToTheSourceAlone,
-    /// A write does not wait for an older one that it overlaps.
-    OverlapReordered,
-    /// A write is answered once the source has it.
-    AnsweredEarly,
-    /// What was written while the destination was silent is not copied again.
-    SilenceForgotten,
-    /// A copy that was begun before the destination fell silent counts when it ends.
-    OldCopyCounts,
-    /// The regions of a write to both sides that failed at the source are not copied again.
-    FailureForgotten,
 }
 
 /// How far it is.
@@ -151,23 +133,12 @@ pub struct Mirror {
     steps: Vec<Step>,
     #[cfg(feature = "planted-faults")]
     plant: Option<Plant>,
-    /// Writes that had to wait.
+    /// Writes that had to wait,
     #[cfg(feature = "planted-faults")]
     queued: Vec<WriteId>,
-}
-
-/// Whether a fault is planted; never in a product build.
-#[cfg(feature = "planted-faults")]
-macro_rules! planted {
-    ($mirror:expr, $plant:ident) => {
-        $mirror.plant == Some(Plant::$plant)
-    };
-}
-#[cfg(not(feature = "planted-faults"))]
-macro_rules! planted {
-    ($mirror:expr, $plant:ident) => {
-        false
-    };
+    /// and those that write zeroes, which are all the same to it otherwise.
+    #[cfg(feature = "planted-faults")]
+    zeroes: Vec<WriteId>,
 }
 
 impl Mirror {
@@ -194,6 +165,8 @@ impl Mirror {
             plant: None,
             #[cfg(feature = "planted-faults")]
             queued: Vec::new(),
+            #[cfg(feature = "planted-faults")]
+            zeroes: Vec::new(),
         }
     }
 
@@ -201,6 +174,12 @@ impl Mirror {
     #[cfg(feature = "planted-faults")]
     pub fn plant(&mut self, plant: Plant) {
         self.plant = Some(plant);
+    }
+
+    /// The write of this number, which is to come, writes zeroes: for a fault that is one of these alone.
+    #[cfg(feature = "planted-faults")]
+    pub fn writes_zeroes(&mut self, id: WriteId) {
+        self.zeroes.push(id);
     }
 
     /// How far it is.
@@ -385,6 +364,8 @@ impl Mirror {
                 || self.meets_a_mirrored_one(&range);
             let behind = behind && !planted!(self, OverlapReordered);
             let locked = self.is_locked(&range) && !planted!(self, NotHeld);
+            #[cfg(feature = "planted-faults")]
+            let locked = locked && !(planted!(self, ZeroesNotHeld) && self.zeroes.contains(&id));
             if behind || locked {
                 #[cfg(feature = "planted-faults")]
                 self.queued.push(id);

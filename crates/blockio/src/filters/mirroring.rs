@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
+use godwit_mirror::{Copy, Destination, Flushes, Mirror, Phase, Route, Side, Step};
 use godwit_types::plant::planted;
 use rustix::io::Errno;
 
@@ -60,12 +60,10 @@ pub struct Mirroring {
     waiting: VecDeque<(u64, Instant)>,
     /// What the destination is to confirm, by numbers of the filter's own,
     given: BTreeMap<u64, Given>,
-    /// and those of it that are flushes.
-    flushes: BTreeMap<u64, Flushing>,
-    /// The flush of the filter's own by which what the destination has becomes durable, now that both sides are equal,
-    base: Option<u64>,
-    /// and whether it has since they are.
-    has_base: bool,
+    /// the guest's flushes of both sides,
+    flushing: BTreeMap<u64, Flushing>,
+    /// and what is durable on which side.
+    flushes: Flushes,
     /// Writes to the source alone, which nobody may be told of while the destination is bound.
     unlike: Vec<u64>,
     /// Copies that are being read, by their numbers.
@@ -99,9 +97,8 @@ impl Mirroring {
             load: 0.0,
             waiting: VecDeque::new(),
             given: BTreeMap::new(),
-            flushes: BTreeMap::new(),
-            base: None,
-            has_base: false,
+            flushing: BTreeMap::new(),
+            flushes: Flushes::default(),
             unlike: Vec::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
@@ -129,23 +126,25 @@ impl Mirroring {
         let left_bytes = self.mirror.left_bytes();
         shared.left_bytes.store(left_bytes, Ordering::Relaxed);
         // What waits for room is under way, too: a guest that outruns the destination always has something that does.
-        let is_equal = self.mirror.phase() == Phase::Synchronised;
-        self.has_base &= is_equal;
-        let synchronised = is_equal && (self.has_base || !self.outlet.may_be_left_alone());
+        let phase = self.mirror.phase();
+        self.flushes.observe(phase);
+        let synchronised = self.flushes.is_synchronised(phase, self.destination());
         shared.synchronised.store(synchronised, Ordering::Release);
-        if !is_equal {
+        if phase != Phase::Synchronised {
             self.course.has_parted();
         }
     }
 
     /// What was durable at the source before both sides were equal is to be so at a destination that may be left alone.
     fn make_base(&mut self) {
-        if self.has_base || self.base.is_some() || !self.outlet.may_be_left_alone() {
-            return;
+        let (phase, to) = (self.mirror.phase(), self.destination());
+        if self.flushes.wants_base(phase, to) {
+            self.last_write += 1;
+            let (id, since) = (self.last_write, self.last_look);
+            if self.flush_there(id, since) {
+                self.flushes.begin_base(id);
+            }
         }
-        self.last_write += 1;
-        let (id, since) = (self.last_write, self.last_look);
-        self.base = self.flush_there(id, since).then_some(id);
     }
 
     /// Returns whether the destination will tell of it.
@@ -241,24 +240,23 @@ impl Mirroring {
         self.last_write += 1;
         let (id, since) = (self.last_write, flow.now());
         flow.make_like(&request, Data::None, FLUSH | id);
-        let flushing = Flushing {
-            request,
-            outcome: None,
-            there: !self.flush_there(id, since),
-        };
-        self.flushes.insert(id, flushing);
+        let is_told_of = self.flush_there(id, since);
+        self.flushes.begin(id, is_told_of);
+        let outcome = None;
+        self.flushing.insert(id, Flushing { request, outcome });
     }
 
     /// Hears what the destination has carried out.
     fn hear(&mut self, flow: &mut Flow<'_>) {
         for id in self.outlet.take_ended() {
             // What is not equal yet is made durable before it is.
-            let is_equal = self.is_equal_or_bound();
+            let (phase, to) = (self.mirror.phase(), self.destination());
+            let is_due = self.flushes.is_due_there(phase, to);
             let Some(given) = self.given.get_mut(&id) else {
                 continue;
             };
             // What becomes durable is told of once more.
-            let is_to_flush = std::mem::take(&mut given.durable) && is_equal;
+            let is_to_flush = std::mem::take(&mut given.durable) && is_due;
             if !(is_to_flush && self.outlet.flush(id)) {
                 self.has_ended_there(id, flow);
             }
@@ -268,22 +266,19 @@ impl Mirroring {
     /// The destination has carried this out, or is not waited for.
     fn has_ended_there(&mut self, id: u64, flow: &mut Flow<'_>) {
         self.given.remove(&id);
-        if self.base == Some(id) {
-            self.base = None;
-            self.has_base = true;
+        if self.flushes.base_ended(id) {
             return self.carry_out(Vec::new(), flow);
         }
-        if let Some(flush) = self.flushes.get_mut(&id) {
-            flush.there = true;
-            return self.answer_flush(id, flow);
+        if self.flushes.awaits(id) {
+            return self.end_flush(id, Side::Destination, flow);
         }
         let steps = self.mirror.written(id, Side::Destination, true);
         self.carry_out(steps, flow);
     }
 
-    fn answer_flush(&mut self, id: u64, flow: &mut Flow<'_>) {
-        if self.flushes.get(&id).is_some_and(Flushing::is_done)
-            && let Some(flush) = self.flushes.remove(&id)
+    fn end_flush(&mut self, id: u64, side: Side, flow: &mut Flow<'_>) {
+        if self.flushes.ended(id, side)
+            && let Some(flush) = self.flushing.remove(&id)
         {
             let outcome = flush.outcome.unwrap_or(Outcome::Failed(Errno::INVAL));
             self.pass_up(flush.request, outcome, flow);
@@ -316,13 +311,17 @@ impl Mirroring {
         }
     }
 
-    fn is_equal_or_bound(&self) -> bool {
-        self.mirror.phase() == Phase::Synchronised || self.course.is_bound()
+    fn destination(&self) -> Destination {
+        Destination {
+            confirms: self.outlet.confirms() && !planted("flushed-at-source-alone"),
+            may_be_left_alone: self.outlet.may_be_left_alone(),
+            is_bound: self.course.is_bound(),
+        }
     }
 
-    /// Until both sides are equal durable is what the source has made durable.
-    fn flushes_both(&self) -> bool {
-        self.is_equal_or_bound() && self.outlet.confirms() && !planted("flushed-at-source-alone")
+    fn route(&self, work: &Work) -> Route {
+        let phase = self.mirror.phase();
+        self.flushes.route(work.kind(), phase, self.destination())
     }
 
     fn answer(&mut self, id: u64, flow: &mut Flow<'_>) {
@@ -438,7 +437,10 @@ impl Mirroring {
     /// Whether a write has waited for too long, or one has just before.
     fn keeps_somebody_waiting(&mut self, now: Instant) -> bool {
         let waiting = self.waiting.front().map(|(_, since)| *since);
-        let for_guest = self.given.iter().filter(|(id, _)| self.base != Some(**id));
+        let for_guest = self
+            .given
+            .iter()
+            .filter(|(id, _)| !self.flushes.is_base(**id));
         let given = for_guest.map(|(_, given)| given.since).min();
         let oldest = waiting.into_iter().chain(given).min();
         if oldest.is_some_and(|since| now >= since + self.outlet.patience()) {
@@ -452,7 +454,9 @@ impl Mirroring {
         self.book_wait(flow.now());
         let lost = self.course.take_lost();
         // A flush may be lost, too.
-        self.has_base &= lost.is_empty();
+        if !lost.is_empty() {
+            self.flushes.lost();
+        }
         let steps = lost.iter().flat_map(|range| self.mirror.lost(range));
         let steps = steps.collect();
         self.carry_out(steps, flow);
@@ -503,8 +507,7 @@ impl Mirroring {
 
 impl Filter for Mirroring {
     fn passes_down(&mut self, request: &Request, _now: Instant) -> bool {
-        let flushes_both = request.work == Work::Flush && self.flushes_both();
-        let passes = !(request.work.changes() || flushes_both);
+        let passes = self.route(&request.work) == Route::Alone(Side::Source);
         self.under_way += usize::from(passes);
         passes
     }
@@ -517,15 +520,15 @@ impl Filter for Mirroring {
 
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
         self.under_way += 1;
-        match request.work.range().cloned() {
-            Some(range) if self.mirror.phase() != Phase::Ended => {
+        match (self.route(&request.work), request.work.range().cloned()) {
+            (Route::Mirrored, Some(range)) => {
                 self.last_write += 1;
                 let id = self.last_write;
                 self.writes.insert(id, (Some(request), None));
                 let steps = self.mirror.write(id, range);
                 self.carry_out(steps, flow);
             }
-            None if self.flushes_both() => self.flush_both(request, flow),
+            (Route::Both, _) => self.flush_both(request, flow),
             _ => flow.down(request),
         }
     }
@@ -546,9 +549,9 @@ impl Filter for Mirroring {
         if kind == COPY {
             return self.read_region(request, outcome, flow);
         }
-        if let Some(flush) = self.flushes.get_mut(&id) {
+        if let Some(flush) = self.flushing.get_mut(&id) {
             flush.outcome = Some(outcome);
-            return self.answer_flush(id, flow);
+            return self.end_flush(id, Side::Source, flow);
         }
         if let Some(write) = self.writes.get_mut(&id) {
             write.1 = Some(outcome);

@@ -16,14 +16,6 @@ pub(super) struct Given {
 /// A flush of both sides.
 pub(super) struct Flushing {
     pub request: Request,
-    /// What became of it at the source,
+    /// What became of it at the source.
     pub outcome: Option<Outcome>,
-    /// and whether the destination has done it, or is not waited for.
-    pub there: bool,
-}
-
-impl Flushing {
-    pub fn is_done(&self) -> bool {
-        self.there && self.outcome.is_some()
-    }
 }
