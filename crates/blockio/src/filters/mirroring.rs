@@ -165,7 +165,10 @@ impl Mirroring {
             self.reads.insert(copy.number, copy);
             return Vec::new();
         }
-        // It counts as copied at once: what follows waits for the next look, as it would for a read.
+        // It counts as copied at once, and that both sides were not equal is to be seen all the same.
+        self.flushes.lost();
+        self.course.has_parted();
+        // What follows waits for the next look, as it would for a read.
         let left = self.region_limit.saturating_sub(1);
         self.region_limit = left.min(self.outlet.region_limit());
         let mut steps = self.keep_pace(flow.now());
@@ -437,11 +440,9 @@ impl Mirroring {
     /// Whether a write has waited for too long, or one has just before.
     fn keeps_somebody_waiting(&mut self, now: Instant) -> bool {
         let waiting = self.waiting.front().map(|(_, since)| *since);
-        let for_guest = self
-            .given
-            .iter()
-            .filter(|(id, _)| !self.flushes.is_base(**id));
-        let given = for_guest.map(|(_, given)| given.since).min();
+        let is_guests = |id: &u64| !self.flushes.is_base(*id);
+        let given = self.given.iter().filter(|(id, _)| is_guests(id));
+        let given = given.map(|(_, given)| given.since).min();
         let oldest = waiting.into_iter().chain(given).min();
         if oldest.is_some_and(|since| now >= since + self.outlet.patience()) {
             self.away_until = Some(now + AWAY);
