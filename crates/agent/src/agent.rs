@@ -9,6 +9,7 @@ use crate::cancelled::Cancelled;
 use crate::check;
 use crate::closing::Closing;
 use crate::config::{BootRule, HostConfig};
+use crate::crowd::Crowd;
 use crate::datastore_rooms::Rooms;
 use crate::evidence;
 use crate::launch::make_dir;
@@ -89,6 +90,7 @@ pub(crate) struct Agent {
     pub removed: Removed,
     pub makings: Makings,
     pub certificate: Certificate,
+    pub crowd: Crowd,
 }
 
 pub(crate) type Reply<T> = Result<T, ApiError>;
@@ -329,6 +331,7 @@ impl Agent {
         envelope: PeerEnvelope,
     ) -> Reply<Vec<serde_json::Value>> {
         self.must_be_hosts(name, &from, &envelope)?;
+        let _seat = self.crowd.enter(name, &from)?;
         let message = envelope.message;
         let known = self.supervisor.find(name);
         let mut asked = known.filter(|_| self.records.needs_process(name));

@@ -96,6 +96,7 @@ impl Served {
                 None,
             ),
             bursts: Arc::default(),
+            crowd: Default::default(),
             rooms: Default::default(),
             readings: Default::default(),
             site: Arc::new(site.unwrap()),

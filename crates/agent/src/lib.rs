@@ -24,6 +24,7 @@ mod closing;
 mod closing_agent;
 mod closing_alone;
 pub mod config;
+mod crowd;
 mod crypto;
 mod datastore_rooms;
 mod datastores;

@@ -254,6 +254,7 @@ async fn make_agent(
         cancelled: Cancelled::open(&config.state_dir),
         removed,
         makings: Default::default(),
+        crowd: Default::default(),
         certificate: Certificate::new(current.clone(), config.pki_dir(), config.controller),
         boot_id,
         supervisor: Supervisor::new(

@@ -388,19 +388,19 @@ impl Agent {
     ) -> Reply<SiteAnswer> {
         let agent = Arc::clone(self);
         blocking(move || {
-            let wishes = question.wishes.iter();
+            let answer = |said| agent.site.with(|site| site.answer(&asker, &question, said));
+            // No record is read for whoever hears of none.
+            if let Some(why) = unwanted {
+                return Ok(only_unwanted(answer(Vec::new()), &question, why));
+            }
             let (mut said, mut unread) = (Vec::new(), Vec::new());
-            for wish in wishes {
+            for wish in &question.wishes {
                 match agent.said(&wish.vm) {
                     Ok(record) => said.push(record),
                     Err(_) => unread.push(wish.vm.clone()),
                 }
             }
-            let answer = agent.site.with(|site| site.answer(&asker, &question, said));
-            Ok(match unwanted {
-                Some(why) => only_unwanted(answer, &question, why),
-                None => honest(answer, &unread),
-            })
+            Ok(honest(answer(said), &unread))
         })
         .await
     }

@@ -336,7 +336,8 @@ pub fn predict(
         .map_or(f64::INFINITY, bytes_per_s);
     let speed = link.bytes_per_s.min(cap);
     // Disks go first, and memory once they are copied.
-    let disk_bytes: u64 = disks.iter().map(|disk| disk.used_bytes).sum();
+    let used = disks.iter().map(|disk| disk.used_bytes);
+    let disk_bytes = used.fold(0, u64::saturating_add);
     let disks_s = disk_bytes as f64 / speed.max(1.0);
     let inputs = Inputs {
         ram_bytes: rate.ram_mib.saturating_mul(MIB),

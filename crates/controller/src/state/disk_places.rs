@@ -1,12 +1,13 @@
 //! Where a VM's disks are, and what its guest may have of them, as its holder says.
 //!
-//! Owns nothing. Refuses: what a person has described otherwise since to be written over, and a path that is in no datastore of
-//! that host, since disks are moved to no other.
+//! Owns nothing. Refuses: what a person has described otherwise since to be written over, and a path to which no move
+//! brings that disk: a host that lies would have the next one open any file for the VM.
 
 use super::VmEntry;
-use godwit_types::VmSpec;
-use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_types::datastore::{Datastore, Datastores, datastore_of};
 use godwit_types::vm::DiskSpec;
+use godwit_types::{VmName, VmSpec};
+use std::path::Path;
 
 /// Where a VM's disks are and how they are limited is its holder's to say, who moves and limits them; what a person has described otherwise
 /// since counts from the next start. Returns whether anything has changed.
@@ -22,9 +23,21 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores
         let mut described = entry.spec.disks.iter_mut();
         let mut described = described.find(|disk| disk.name == now.name);
         is_news |= follow_limits(known, described.as_deref_mut(), now);
-        is_news |= follow_place(known, described, now, datastores);
+        if let Some((_, store)) = datastore_of(datastores, &now.path)
+            && is_moved(&held.name, known, now, store)
+        {
+            is_news |= follow_place(known, described, now, store);
+        }
     }
     is_news
+}
+
+/// Whether a move may have brought the disk there: it makes an image of this one name, and in the destination's datastore of the same name an image
+/// keeps its own.
+fn is_moved(vm: &VmName, known: &DiskSpec, now: &DiskSpec, store: &Datastore) -> bool {
+    let file = |path| Path::new(path).file_name();
+    let is_made = !known.read_only && store.image_of(vm, &now.name) == now.path;
+    is_made || file(&known.path) == file(&now.path)
 }
 
 fn follow_limits(known: &mut DiskSpec, described: Option<&mut DiskSpec>, now: &DiskSpec) -> bool {
@@ -42,13 +55,12 @@ fn follow_place(
     known: &mut DiskSpec,
     described: Option<&mut DiskSpec>,
     now: &DiskSpec,
-    datastores: &Datastores,
+    store: &Datastore,
 ) -> bool {
-    let Some((_, store)) = datastore_of(datastores, &now.path).filter(|_| known.path != now.path)
-    else {
+    if known.path == now.path {
         return false;
-    };
-    let shared = now.shared && store.shared;
+    }
+    let shared = now.shared && store.shared && !store.is_device();
     if let Some(described) = described.filter(|disk| disk.path == known.path) {
         described.path.clone_from(&now.path);
         described.shared = shared;
@@ -61,9 +73,11 @@ fn follow_place(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_types::datastore::Datastore;
+    use godwit_types::DatastoreName;
     use godwit_types::vm::DiskLimits;
-    use godwit_types::{DatastoreName, VmName};
+
+    /// As a move names it.
+    const NEW: &str = "/store/web-root.raw";
 
     fn on(path: &str) -> VmSpec {
         let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
@@ -86,14 +100,14 @@ mod tests {
     #[test]
     fn a_disk_that_its_holder_has_moved_is_described_where_it_is() {
         let mut moved = entry("/old", Some("/old"));
-        let mut held = on("/store/new");
+        let mut held = on(NEW);
         held.disks[0].shared = true;
         assert!(follow(&mut moved, &held, &stores()));
         let both = [&moved.spec, moved.resolved.as_ref().unwrap()];
         for spec in both {
             assert_eq!(
                 (spec.disks[0].path.as_str(), spec.disks[0].shared),
-                ("/store/new", true)
+                (NEW, true)
             );
         }
         assert!(
@@ -105,9 +119,30 @@ mod tests {
     #[test]
     fn what_a_person_described_otherwise_since_stays() {
         let mut edited = entry("/theirs", Some("/old"));
-        assert!(follow(&mut edited, &on("/store/new"), &stores()));
+        assert!(follow(&mut edited, &on(NEW), &stores()));
         assert_eq!(edited.spec.disks[0].path, "/theirs");
-        assert_eq!(edited.resolved.unwrap().disks[0].path, "/store/new");
+        assert_eq!(edited.resolved.unwrap().disks[0].path, NEW);
+    }
+
+    /// A host that lied had another VM's image opened for this one, on another host.
+    #[test]
+    fn a_holder_does_not_name_a_file_that_no_move_makes() {
+        let other = "/store/victim-root.raw";
+        let mut known = entry("/old", Some("/old"));
+        assert!(!follow(&mut known, &on(other), &stores()));
+        let read_only = |path| {
+            let mut spec = on(path);
+            spec.disks[0].read_only = true;
+            spec
+        };
+        known = VmEntry {
+            spec: read_only("/old"),
+            resolved: Some(read_only("/old")),
+        };
+        assert!(!follow(&mut known, &read_only(NEW), &stores()));
+        assert_eq!(known.spec.disks[0].path, "/old");
+        // A migration to a host whose datastore of that name is elsewhere.
+        assert!(follow(&mut known, &read_only("/store/old"), &stores()));
     }
 
     #[test]
@@ -140,11 +175,7 @@ mod tests {
         let mut known = entry("/old", Some("/old"));
         assert!(!follow(&mut known, &on("not/absolute"), &stores()));
         assert!(!follow(&mut known, &on("/elsewhere/new"), &stores()));
-        assert!(!follow(
-            &mut entry("/old", None),
-            &on("/store/new"),
-            &stores()
-        ));
+        assert!(!follow(&mut entry("/old", None), &on(NEW), &stores()));
         assert_eq!(known.spec.disks[0].path, "/old");
     }
 }
