@@ -217,6 +217,7 @@ disks() {
     disk_case vhost parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
+    e2e_case disks flush-acknowledged-early device_power_cuts an_acknowledged_flush_of_a_disk_on_a_labelled_device_survives_power_cuts
     e2e_case disks length-not-durable disk_power_cuts the_length_of_a_disk_that_was_made_larger_survives_a_power_cut
     e2e_case disks lock-on-another-descriptor disk_lock an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended
     e2e_case disks image-opened-before-permit disks_move a_vm_whose_disk_both_hosts_have_moves_its_memory_alone

@@ -11,6 +11,7 @@ use crate::users::{self, User};
 use godwit_qemu::device::device_room;
 use godwit_qemu::disk::{DiskError, open_image};
 use godwit_qemu::disk_place::can_make_image;
+use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_qemu::reserved::Reserved;
 use godwit_types::DatastoreName;
 use godwit_types::datastore::{Datastore, DatastoreRoom, is_device_path};
@@ -32,7 +33,10 @@ pub(crate) fn check(config: &HostConfig) -> Vec<Check> {
     let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(users::NOBODY);
     let stores = config.datastores.iter();
     stores
-        .map(|(name, store)| with_whose_remedy(name, in_time(name, store, user, PATIENCE)))
+        .map(|(name, store)| {
+            let who = (user, &*config.state_dir);
+            with_whose_remedy(name, in_time(name, store, who, PATIENCE))
+        })
         .collect()
 }
 
@@ -44,9 +48,18 @@ fn with_whose_remedy(name: &DatastoreName, mut check: Check) -> Check {
     check
 }
 
-fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Duration) -> Check {
+/// `who`: QEMU's user, and where the records of this host's VMs are.
+fn in_time(
+    name: &DatastoreName,
+    store: &Datastore,
+    (user, state_dir): (User, &Path),
+    patience: Duration,
+) -> Check {
     let (named, path, until) = (name.clone(), store.path.clone(), Instant::now() + patience);
-    let looked = looking::look(&store.path, patience, move || look(&named, &path, user));
+    let state_dir = state_dir.to_owned();
+    let looked = looking::look(&store.path, patience, move || {
+        look(&named, &path, (user, &state_dir))
+    });
     let found = match looked {
         Ok(Some(found)) => found.recv_timeout(until.saturating_duration_since(Instant::now())),
         Ok(None) => Err(RecvTimeoutError::Timeout),
@@ -74,9 +87,9 @@ fn in_time(name: &DatastoreName, store: &Datastore, user: User, patience: Durati
     }
 }
 
-fn look(name: &DatastoreName, path: &str, user: User) -> Check {
+fn look(name: &DatastoreName, path: &str, (user, state_dir): (User, &Path)) -> Check {
     if is_device_path(path) {
-        return look_at_device(name, path, user);
+        return look_at_device(name, path, (user, state_dir));
     }
     match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => {}
@@ -123,7 +136,7 @@ fn look(name: &DatastoreName, path: &str, user: User) -> Check {
 }
 
 /// A device, and whether a disk can come to it. One that holds a disk is well.
-fn look_at_device(name: &DatastoreName, path: &str, user: User) -> Check {
+fn look_at_device(name: &DatastoreName, path: &str, (user, state_dir): (User, &Path)) -> Check {
     let room = match device_room(path) {
         Ok(room) => room,
         Err(error) => {
@@ -147,8 +160,21 @@ fn look_at_device(name: &DatastoreName, path: &str, user: User) -> Check {
             ),
         );
     }
+    if room.is_write_protected {
+        return failed(
+            NAME,
+            format!("{name}: the block device {path} is write-protected"),
+            format!("see why, and let it be written: blockdev --setrw {path}"),
+        );
+    }
     let mib = room.bytes >> 20;
-    match (room.holds, room.taken) {
+    let is_anothers = || device_must_be_nobodys(state_dir, None, path).err();
+    // What a label tells, it tells better.
+    let taken = match room.holds {
+        Some(_) => None,
+        None => is_anothers().or(room.taken),
+    };
+    match (room.holds, taken) {
         (Some(holds), _) => ok(
             NAME,
             format!("{name}: the block device {path} holds {holds}"),
@@ -219,7 +245,10 @@ fn judge_room(name: &DatastoreName, path: &str, room: DatastoreRoom) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::datastores::tests::{has_disk_at, label_at};
     use crate::looking::Looking;
+    use crate::test_support::TestHost;
+    use godwit_testkit::file_system::Device;
     use godwit_types::host::CheckStatus;
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;
@@ -230,63 +259,99 @@ mod tests {
 
     fn looked(path: &str) -> Check {
         let store = Datastore::new(path, false);
-        in_time(&name(), &store, users::NOBODY, Duration::from_secs(60))
+        in_time(
+            &name(),
+            &store,
+            (users::NOBODY, nowhere()),
+            Duration::from_secs(60),
+        )
     }
 
     /// A loop device that everybody may open, and a link to it below `/dev`, as every volume has one.
     struct Volume {
-        device: String,
+        device: Device,
         link: String,
-        _directory: tempfile::TempDir,
     }
 
     impl Volume {
-        fn new() -> Option<Self> {
-            let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-            let file = directory.path().join("file");
-            let made = std::fs::File::create(&file).unwrap();
-            made.set_len(8 << 20).unwrap();
-            let made = std::process::Command::new("losetup")
-                .args(["--find", "--show"])
-                .arg(&file)
-                .output();
-            let Some(made) = made.ok().filter(|made| made.status.success()) else {
-                println!("skipped: no device can be made of a file");
-                return None;
+        fn new(name: &str) -> Option<Self> {
+            let device = Device::of(8 << 20)?;
+            let link = format!("/dev/godwit-test-{name}-{}", std::process::id());
+            std::fs::set_permissions(device.path(), Permissions::from_mode(0o666)).unwrap();
+            std::os::unix::fs::symlink(device.path(), &link).unwrap();
+            Some(Self { device, link })
+        }
+
+        fn looked(&self, state_dir: &Path) -> Check {
+            let user = User {
+                uid: 65_534,
+                gid: 65_534,
             };
-            let volume = Self {
-                device: String::from_utf8(made.stdout).unwrap().trim().to_owned(),
-                link: format!("/dev/godwit-test-check-{}", std::process::id()),
-                _directory: directory,
-            };
-            std::fs::set_permissions(&volume.device, Permissions::from_mode(0o666)).unwrap();
-            std::os::unix::fs::symlink(&volume.device, &volume.link).unwrap();
-            Some(volume)
+            look_at_device(&name(), &self.link, (user, state_dir))
         }
     }
 
     impl Drop for Volume {
         fn drop(&mut self) {
             let _ = std::fs::remove_file(&self.link);
-            let _ = std::fs::set_permissions(&self.device, Permissions::from_mode(0o660));
-            let detach = ["-d", self.device.as_str()];
-            let _ = std::process::Command::new("losetup").args(detach).status();
+            let _ = std::fs::set_permissions(self.device.path(), Permissions::from_mode(0o660));
         }
+    }
+
+    /// Where no VM is known.
+    fn nowhere() -> &'static Path {
+        Path::new("/nonexistent")
     }
 
     #[test]
     fn a_device_that_is_named_through_a_link_is_looked_at_as_itself() {
-        let Some(volume) = Volume::new() else { return };
-        let user = User {
-            uid: 65_534,
-            gid: 65_534,
+        let Some(volume) = Volume::new("check") else {
+            return;
         };
-        let check = look_at_device(&name(), &volume.link, user);
+        let check = volume.looked(nowhere());
         assert_eq!(check.status, CheckStatus::Ok, "{check:?}");
         assert!(check.found.contains("at most 7 MiB"), "{check:?}");
-        std::fs::write(&volume.device, [7; 512]).unwrap();
-        let check = look_at_device(&name(), &volume.link, user);
+        std::fs::write(volume.device.path(), [7; 512]).unwrap();
+        let check = volume.looked(nowhere());
         assert_eq!(check.status, CheckStatus::Warning, "{check:?}");
+    }
+
+    #[test]
+    fn a_device_that_is_write_protected_fails_also_where_it_holds_a_disk() {
+        let Some(volume) = Volume::new("protected") else {
+            return;
+        };
+        for holds in [false, true] {
+            if holds {
+                label_at(&volume.device);
+            }
+            volume.device.protect(true).unwrap();
+            let check = volume.looked(nowhere());
+            volume.device.protect(false).unwrap();
+            assert_eq!(check.status, CheckStatus::Failed, "{check:?}");
+            assert!(check.found.contains("is write-protected"), "{check:?}");
+            assert!(check.remedy.contains("blockdev --setrw"), "{check:?}");
+            assert_eq!(volume.looked(nowhere()).status, CheckStatus::Ok);
+        }
+    }
+
+    #[test]
+    fn a_device_that_a_vm_has_without_a_label_is_not_called_free() {
+        let Some(volume) = Volume::new("anothers") else {
+            return;
+        };
+        let host = TestHost::new();
+        assert_eq!(
+            volume.looked(&host.config.state_dir).status,
+            CheckStatus::Ok
+        );
+        has_disk_at(&host, "db", volume.device.path());
+        let check = volume.looked(&host.config.state_dir);
+        assert_eq!(check.status, CheckStatus::Warning, "{check:?}");
+        assert!(
+            check.found.contains("is disk 'root' of VM 'db'"),
+            "{check:?}"
+        );
     }
 
     #[test]
@@ -360,7 +425,12 @@ mod tests {
         let path = "/a/datastore/that/somebody/looks/at";
         let looking = Looking::begin(path, PATIENCE).unwrap();
         let store = Datastore::new(path, false);
-        let found = in_time(&name(), &store, users::NOBODY, Duration::from_millis(10));
+        let found = in_time(
+            &name(),
+            &store,
+            (users::NOBODY, nowhere()),
+            Duration::from_millis(10),
+        );
         assert_eq!(found.status, CheckStatus::Failed);
         assert!(found.found.contains("does not answer"), "{}", found.found);
         drop(looking);

@@ -4,10 +4,12 @@
 //! or has too little room, a disk that is in it already, a place where a file is, and a device that holds a disk or for which several are meant; a dry run lists all of that which it can tell at once.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
+use crate::disk_record::DiskRecord;
 use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
+use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
@@ -28,17 +30,52 @@ pub(crate) struct Found {
     refusals: Vec<ApiError>,
 }
 
+/// What is known of a host whose datastore is named.
+#[derive(Clone, Copy)]
+pub(crate) struct Here<'a> {
+    pub host: &'a HostName,
+    pub stores: &'a Datastores,
+    pub state_dir: &'a Path,
+    /// Of the VM whose disks are meant.
+    pub record: &'a DiskRecord,
+}
+
+impl Here<'_> {
+    /// Whether an image can be made there, as far as that is known by looking.
+    fn must_take(
+        &self,
+        store: &Datastore,
+        path: &str,
+        of: (&VmName, &DiskSpec),
+    ) -> Result<(), String> {
+        if !store.is_device() {
+            return must_be_free(Path::new(path));
+        }
+        device_must_be_nobodys(self.state_dir, Some(of.0), path)?;
+        device_must_take(path, self.measured(of.1).map_or(0, |(bytes, _)| bytes))
+    }
+
+    /// What a disk's image takes; nothing of one that cannot be looked at, which its VM process then says.
+    fn used_bytes(&self, disk: &DiskSpec) -> u64 {
+        self.measured(disk).map_or(0, |(_, used)| used)
+    }
+
+    /// Bytes of its image, and those that it takes.
+    fn measured(&self, disk: &DiskSpec) -> std::io::Result<(u64, u64)> {
+        let end = self.record.end_of(self.stores, &disk.path);
+        // A device may be named by a link to it.
+        let path = Path::new(&disk.path).canonicalize()?;
+        length_and_use(&open_to_look(&path)?, end)
+    }
+}
+
 /// Places in a datastore of this host for disks of a VM; or why none can be named.
-pub(crate) fn places(
-    host: &HostName,
-    datastores: &Datastores,
-    spec: &VmSpec,
-    wish: &MoveDisks,
-) -> Result<Found, ApiError> {
+pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<Found, ApiError> {
+    let host = here.host;
     let refused = |code, message: String| ApiError::new(code, message).on_host(host);
     let name = &wish.to;
-    let store = datastores.get(name).ok_or_else(|| {
-        let known = listed(datastores.keys());
+    let store = here.stores.get(name).ok_or_else(|| {
+        let known = listed(here.stores.keys());
         refused(
             ErrorCode::InvalidRequest,
             format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory or block device below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
@@ -63,11 +100,13 @@ pub(crate) fn places(
             true => Err(format!(
                 "{what} is in datastore '{name}' of host '{host}' already"
             )),
-            false => must_take(store, &place.path, disk).map_err(|why| {
-                format!("{what} cannot move to datastore '{name}' of host '{host}': {why}")
-            }),
+            false => here
+                .must_take(store, &place.path, (&spec.name, disk))
+                .map_err(|why| {
+                    format!("{what} cannot move to datastore '{name}' of host '{host}': {why}")
+                }),
         };
-        let used = used_bytes(disk);
+        let used = here.used_bytes(disk);
         let is_copied = !shares_blocks || !is_beside(disk, store);
         needed = needed.saturating_add(if is_copied { used } else { 0 });
         let refusal = free.map_err(|message| refused(ErrorCode::Preflight, message));
@@ -139,14 +178,6 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
     Ok(disks)
 }
 
-/// Whether an image can be made there, as far as that is known by looking.
-fn must_take(store: &Datastore, path: &str, disk: &DiskSpec) -> Result<(), String> {
-    match store.is_device() {
-        true => device_must_take(path, measured(disk).map_or(0, |(bytes, _)| bytes)),
-        false => must_be_free(Path::new(path)),
-    }
-}
-
 /// A device takes one, and the person says which.
 fn one_disk(host: &HostName, name: &DatastoreName, disks: &[&DiskSpec]) -> Result<(), ApiError> {
     if let [_] = disks {
@@ -157,18 +188,6 @@ fn one_disk(host: &HostName, name: &DatastoreName, disks: &[&DiskSpec]) -> Resul
         "datastore '{name}' of host '{host}' is a block device, which holds one disk: name one of {names}"
     );
     Err(ApiError::new(ErrorCode::InvalidRequest, message).on_host(host))
-}
-
-/// What a disk's image takes; nothing of one that cannot be looked at, which its VM process then says.
-fn used_bytes(disk: &DiskSpec) -> u64 {
-    measured(disk).map_or(0, |(_, used)| used)
-}
-
-/// Bytes of its image, and those that it takes.
-fn measured(disk: &DiskSpec) -> std::io::Result<(u64, u64)> {
-    // A device may be named by a link to it.
-    let path = Path::new(&disk.path).canonicalize()?;
-    length_and_use(&open_to_look(&path)?)
 }
 
 /// Whether a disk's image is in the file system of a datastore.
@@ -217,6 +236,11 @@ fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u
 }
 
 impl Agent {
+    /// What is written of a VM's disks. Reads files.
+    pub(crate) fn disk_record(&self, vm: &VmName) -> DiskRecord {
+        DiskRecord::load(&self.run_dir(vm), &self.records.dir(vm))
+    }
+
     /// Begins to move disks of a VM to a datastore of this host.
     pub(crate) async fn move_disks(
         self: &Arc<Self>,
@@ -229,8 +253,14 @@ impl Agent {
         // The datastore may hang.
         let asked = wish.clone();
         let found = blocking(move || {
-            let (host, stores) = (agent.host(), &agent.config.datastores);
-            let mut found = places(host, stores, &spec, &asked)?;
+            let (host, record) = (agent.host(), agent.disk_record(&spec.name));
+            let here = Here {
+                host,
+                stores: &agent.config.datastores,
+                state_dir: &agent.config.state_dir,
+                record: &record,
+            };
+            let mut found = places(here, &spec, &asked)?;
             let paths = found.places.iter().map(|(place, _)| place.path.as_str());
             let reserved = reserved_path(&agent.config, &spec.name, paths);
             let reserved = reserved.map(|error| error.on_host(host));

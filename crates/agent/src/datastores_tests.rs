@@ -1,6 +1,13 @@
 //! What is refused before a VM process hears of it.
 
 use super::*;
+use crate::api::tests::put;
+use crate::test_support::TestHost;
+use godwit_blockio::label::{self, Holds, Label};
+use godwit_testkit::file_system::Device;
+use godwit_types::Generation;
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
 use std::process::Command;
 
 fn wish(disks: &[&str], to: &str) -> MoveDisks {
@@ -16,6 +23,7 @@ struct House {
     directory: tempfile::TempDir,
     spec: VmSpec,
     stores: Datastores,
+    state: PathBuf,
 }
 
 fn store(name: &str) -> DatastoreName {
@@ -45,6 +53,7 @@ impl House {
         });
         Self {
             stores: stores.into(),
+            state: directory.path().to_owned(),
             directory,
             spec,
         }
@@ -52,12 +61,13 @@ impl House {
 
     fn found(&self, disks: &[&str], to: &str) -> Result<Found, ApiError> {
         let wish = wish(disks, to);
-        places(
-            &HostName::new("a").unwrap(),
-            &self.stores,
-            &self.spec,
-            &wish,
-        )
+        let here = Here {
+            host: &HostName::new("a").unwrap(),
+            stores: &self.stores,
+            state_dir: &self.state,
+            record: &DiskRecord::default(),
+        };
+        places(here, &self.spec, &wish)
     }
 
     fn places(&self, disks: &[&str], to: &str) -> Result<Vec<DiskPlace>, ApiError> {
@@ -266,38 +276,82 @@ fn a_directory_of_devices_is_no_datastore() {
     );
 }
 
+/// A host has this VM, off, with its only disk at a device.
+pub(crate) fn has_disk_at(host: &TestHost, vm: &str, device: &Path) {
+    let (records, name) = (host.records(), VmName::new(vm).unwrap());
+    records.survey(&name, Generation(1)).unwrap();
+    let mut put = put(vm, 2);
+    put.spec
+        .disks
+        .push(DiskSpec::new("root", device.to_str().unwrap()));
+    records.put(&put).unwrap();
+}
+
+/// A guest or Godwit has written a label there: the device holds a disk of 1 MiB.
+pub(crate) fn label_at(device: &Device) {
+    let label = Label {
+        holds: Holds::Disk,
+        bytes: 1 << 20,
+        vm: "web".to_owned(),
+        disk: "root".to_owned(),
+        text: None,
+    };
+    label::write(device.open().unwrap().as_fd(), None, label).unwrap();
+}
+
 #[test]
 fn a_device_takes_one_disk_if_nothing_is_on_it_and_it_is_as_long() {
-    let (mut house, place) = (House::new(), tempfile::tempdir_in("/var/tmp").unwrap());
-    let file = place.path().join("device");
-    std::fs::File::create(&file)
-        .unwrap()
-        .set_len(4 << 20)
-        .unwrap();
-    let losetup = |words: &[&std::ffi::OsStr]| {
-        let made = Command::new("losetup").args(words).output().ok()?;
-        let said = String::from_utf8(made.stdout).unwrap();
-        made.status.success().then(|| said.trim().to_owned())
+    let (mut house, Some(device)) = (House::new(), Device::of(4 << 20)) else {
+        return;
     };
-    let Some(device) = losetup(&["-f".as_ref(), "--show".as_ref(), file.as_os_str()]) else {
-        return println!("skipped: no device can be made of a file");
-    };
+    let path = device.path().to_str().unwrap();
     house
         .stores
-        .insert(store("lun"), Datastore::new(&*device, false));
-    let places = house.places(&["root"], "lun");
-    let sized = |bytes| {
-        let root = &house.spec.disks[0].path;
-        let root = std::fs::File::options().write(true).open(root);
-        root.unwrap().set_len(bytes).unwrap();
-        house.places(&["root"], "lun").unwrap_err().message
-    };
-    let long = sized(4 << 20);
-    losetup(&["-d".as_ref(), device.as_ref()]);
-    assert_eq!(places.unwrap()[0].path, device);
+        .insert(store("lun"), Datastore::new(path, false));
+    assert_eq!(house.places(&["root"], "lun").unwrap()[0].path, path);
+    let root = &house.spec.disks[0].path;
+    let root = std::fs::File::options().write(true).open(root);
+    root.unwrap().set_len(4 << 20).unwrap();
     let told = "datastore 'lun' of host 'a': the device";
-    assert!(
-        long.contains(told) && long.contains("at most 3 MiB"),
-        "{long}"
-    );
+    house.refuses(&["root"], "lun", &[told, "at most 3 MiB"]);
+}
+
+#[test]
+fn a_device_that_is_write_protected_or_another_vms_is_refused_already_by_a_dry_run() {
+    let (mut house, Some(device)) = (House::new(), Device::of(4 << 20)) else {
+        return;
+    };
+    let host = TestHost::new();
+    house.state = host.config.state_dir.clone();
+    let path = device.path().to_str().unwrap();
+    house
+        .stores
+        .insert(store("lun"), Datastore::new(path, false));
+    house.places(&["root"], "lun").unwrap();
+    device.protect(true).unwrap();
+    house.refuses(&["root"], "lun", &[path, "is write-protected"]);
+    device.protect(false).unwrap();
+    // Its guest may have written nothing yet.
+    has_disk_at(&host, "db", device.path());
+    house.refuses(&["root"], "lun", &[path, "is disk 'root' of VM 'db'"]);
+}
+
+#[test]
+fn a_disk_on_a_device_has_the_devices_length_whatever_its_guest_wrote_there() {
+    let (mut house, Some(device)) = (House::new(), Device::of(4 << 20)) else {
+        return;
+    };
+    let path = device.path().to_str().unwrap();
+    house.spec.disks[0].path = path.to_owned();
+    label_at(&device);
+    let total = |house: &House| {
+        house.found(&["root"], "fast").unwrap().places[0]
+            .1
+            .total_bytes
+    };
+    assert_eq!(total(&house), 4 << 20);
+    house
+        .stores
+        .insert(store("lun"), Datastore::new(path, false));
+    assert_eq!(total(&house), 1 << 20, "its label tells");
 }

@@ -29,6 +29,7 @@ mod crypto;
 mod datastore_rooms;
 mod datastores;
 mod deleting;
+mod disk_record;
 mod evidence;
 mod harden;
 mod images;

@@ -77,6 +77,15 @@ pub struct Found {
     pub label: Label,
 }
 
+/// Where the disk on a block device ends, as far as that is known before the device is looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// With its device: what looks like a label there its guest has written.
+    OfDevice,
+    /// Before its label, if it bears one. The device was so long when it was labelled, if that is known.
+    ByLabel(Option<u64>),
+}
+
 /// What is in a slot.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Slot {
@@ -263,9 +272,17 @@ fn beginning(image: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(crc32(&[buffer.bytes()]))
 }
 
-/// Bytes of the whole disk that a file or device holds, as far as it says so itself. Refused of a device that holds none, or a part of one.
-pub fn length(image: BorrowedFd<'_>) -> io::Result<u64> {
-    match read(image)?.map(|found| found.label) {
+/// The label that counts on a device, if one does.
+pub fn read_at(image: BorrowedFd<'_>, end: End) -> io::Result<Option<Found>> {
+    match end {
+        End::OfDevice => Ok(None),
+        End::ByLabel(was) => read_of(image, was),
+    }
+}
+
+/// Bytes of the whole disk that a file or device holds. Refused of a device that holds none, or a part of one.
+pub fn length(image: BorrowedFd<'_>, end: End) -> io::Result<u64> {
+    match read_at(image, end)?.map(|found| found.label) {
         None => Ok(seek(image, SeekFrom::End(0))?),
         Some(label) => match label.why_no_disk() {
             None => Ok(label.bytes),

@@ -2,53 +2,15 @@
 
 use super::*;
 use crate::{Access, Arriving, Image, Known, holder};
-use std::fs::File;
+use godwit_testkit::file_system::Device;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
-use std::process::Command;
 
 const DEVICE: u64 = 64 << 20;
 
-/// A loop device over a file, which shows what is durable.
-struct Loop {
-    path: PathBuf,
-    file: File,
-    _directory: tempfile::TempDir,
-}
-
-impl Loop {
-    /// Nothing where none can be made.
-    fn new() -> Option<Self> {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let file = directory.path().join("file");
-        File::create(&file).unwrap().set_len(DEVICE).unwrap();
-        let made = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(&file)
-            .output();
-        let made = made.ok().filter(|made| made.status.success());
-        let Some(made) = made else {
-            println!("skipped: no loop device can be made here");
-            return None;
-        };
-        Some(Self {
-            path: PathBuf::from(String::from_utf8(made.stdout).unwrap().trim()),
-            file: File::options().read(true).write(true).open(&file).unwrap(),
-            _directory: directory,
-        })
-    }
-
-    fn open(&self) -> File {
-        let opened = File::options().read(true).write(true).open(&self.path);
-        opened.unwrap()
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("-d").arg(&self.path).status();
-    }
+/// Nothing where none can be made.
+fn device() -> Option<Device> {
+    Device::of(DEVICE)
 }
 
 fn label(holds: Holds) -> Label {
@@ -75,8 +37,8 @@ fn found(number: u64, label: Label) -> Found {
 
 #[test]
 fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     assert_eq!(read(file.as_fd()).unwrap(), None);
     assert!(is_blank(file.as_fd()).unwrap());
     let mut before = None;
@@ -86,7 +48,10 @@ fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
     {
         let written = write(file.as_fd(), before.as_ref(), label.clone()).unwrap();
         assert_eq!(written, found(number as u64 + 1, label));
-        assert_eq!(read(device.open().as_fd()).unwrap(), Some(written.clone()));
+        assert_eq!(
+            read(device.open().unwrap().as_fd()).unwrap(),
+            Some(written.clone())
+        );
         let last = before.replace(written);
         // A write that breaks off anywhere: what was said before counts, and it is refused where nothing was.
         let at = place_of(DEVICE, before.as_ref().unwrap().slot());
@@ -94,7 +59,7 @@ fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
         file.read_exact_at(&mut whole, at).unwrap();
         file.write_all_at(&[0xa5; 8], at + 60).unwrap();
         file.sync_all().unwrap();
-        match (read(device.open().as_fd()), last) {
+        match (read(device.open().unwrap().as_fd()), last) {
             (Ok(said), Some(last)) => assert_eq!(said, Some(last)),
             (Err(error), None) => assert!(error.to_string().contains("checksum"), "{error}"),
             other => panic!("{other:?}"),
@@ -107,15 +72,15 @@ fn what_is_written_is_read_and_each_write_leaves_the_one_before_it() {
 
 #[test]
 fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let of = |part: Option<&str>| {
-        let (file, access) = (device.open(), Access::ReadWrite);
+        let (file, access) = (device.open().unwrap(), Access::ReadWrite);
         let known = Known {
             part,
             ..Known::default()
         };
-        Image::of_known(file, &device.path, (access, 512), known)
+        Image::of_known(file, device.path(), (access, 512), known)
     };
     assert_eq!(of(None).unwrap().bytes(), DEVICE, "no label");
     let first = write(file.as_fd(), None, part()).unwrap();
@@ -131,7 +96,8 @@ fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone(
     assert_eq!(image.bytes(), 8 << 20);
     image.lock("a/web/root", std::time::Duration::ZERO).unwrap();
     assert_eq!(image.bytes(), 8 << 20, "it is measured anew");
-    assert_eq!(length(file.as_fd()).unwrap(), 8 << 20);
+    assert_eq!(length(file.as_fd(), End::ByLabel(None)).unwrap(), 8 << 20);
+    assert_eq!(length(file.as_fd(), End::OfDevice).unwrap(), DEVICE);
     assert!(holds_no_disk(part()).contains("part of disk 'root'"));
     assert!(holds_no_disk(Label::free(7)).contains("holds no disk"));
     drop(image);
@@ -142,15 +108,16 @@ fn a_disk_ends_before_the_label_and_half_of_one_is_opened_by_who_makes_it_alone(
 
 /// Why a device with this label has no length.
 fn holds_no_disk(label: Label) -> String {
-    let device = Loop::new().unwrap();
-    write(device.open().as_fd(), None, label).unwrap();
-    length(device.open().as_fd()).unwrap_err().to_string()
+    let device = device().unwrap();
+    write(device.open().unwrap().as_fd(), None, label).unwrap();
+    let length = length(device.open().unwrap().as_fd(), End::ByLabel(None));
+    length.unwrap_err().to_string()
 }
 
 #[test]
 fn a_free_device_tells_whether_anything_came_there_since_it_was_left() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     file.write_all_at(&[7; 4096], 8192).unwrap();
     file.sync_all().unwrap();
     let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
@@ -169,8 +136,8 @@ fn a_free_device_tells_whether_anything_came_there_since_it_was_left() {
 
 #[test]
 fn a_label_whose_predecessor_is_gone_is_damaged_and_can_be_taken_off() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let first = write(file.as_fd(), None, part()).unwrap();
     write(file.as_fd(), Some(&first), label(Holds::Disk)).unwrap();
     file.write_all_at(&[0; SLOT], place_of(DEVICE, 1)).unwrap();
@@ -182,21 +149,13 @@ fn a_label_whose_predecessor_is_gone_is_damaged_and_can_be_taken_off() {
     assert_eq!(read(file.as_fd()).unwrap(), None);
 }
 
-impl Loop {
-    fn becomes(&self, bytes: u64) {
-        self.file.set_len(bytes).unwrap();
-        let told = Command::new("losetup").arg("-c").arg(&self.path).status();
-        assert!(told.unwrap().success());
-    }
-}
-
 #[test]
 fn a_device_that_was_made_longer_has_its_label_where_it_was_until_that_moves() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
     let of = |known| {
-        let (file, path) = (device.open(), &device.path);
+        let (file, path) = (device.open().unwrap(), device.path());
         Image::of_known(file, path, (Access::ReadWrite, 512), known)
     };
     let known = |device| Known {
@@ -204,7 +163,7 @@ fn a_device_that_was_made_longer_has_its_label_where_it_was_until_that_moves() {
         ..Known::default()
     };
     let mut running = of(known(DEVICE)).unwrap();
-    device.becomes(2 * DEVICE);
+    device.becomes(2 * DEVICE).unwrap();
     assert_eq!(running.measure().unwrap(), 8 << 20, "not the device's");
     assert_eq!(read(file.as_fd()).unwrap(), None, "not at its end");
     assert_eq!(of(known(DEVICE - 512)).unwrap().bytes(), 2 * DEVICE);
@@ -222,25 +181,25 @@ fn a_device_that_was_made_longer_has_its_label_where_it_was_until_that_moves() {
             .unwrap();
         assert!(old.iter().all(|byte| *byte == 0), "it is there twice");
     }
-    device.becomes(2 * DEVICE + 4096);
+    device.becomes(2 * DEVICE + 4096).unwrap();
     let refused = image.move_label_to_end().unwrap_err().to_string();
     assert!(refused.contains("by less than 1 MiB"), "{refused}");
 }
 
 #[test]
 fn a_device_that_is_a_disk_without_a_label_has_its_length_whatever_its_guest_writes() {
-    let Some(device) = Loop::new() else { return };
+    let Some(device) = device() else { return };
     let plain = Known {
         is_plain: true,
         ..Known::default()
     };
     let of = || {
-        let (file, path) = (device.open(), &device.path);
+        let (file, path) = (device.open().unwrap(), device.path());
         Image::of_known(file, path, (Access::ReadWrite, 512), plain)
     };
     let mut running = of().unwrap();
     for label in [part(), label(Holds::Disk), Label::free(7)] {
-        let file = device.open();
+        let file = device.open().unwrap();
         take_off(file.as_fd()).unwrap();
         write(file.as_fd(), None, label).unwrap();
         assert_eq!(running.measure().unwrap(), DEVICE);
@@ -253,10 +212,10 @@ fn a_device_that_is_a_disk_without_a_label_has_its_length_whatever_its_guest_wri
 
 #[test]
 fn what_a_device_holds_is_looked_at_again_once_it_is_locked() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let whole = write(file.as_fd(), None, label(Holds::Disk)).unwrap();
-    let mut image = Image::open(&device.path, Access::ReadWrite, 512).unwrap();
+    let mut image = Image::open(device.path(), Access::ReadWrite, 512).unwrap();
     let_go(file.as_fd(), Some(&whole)).unwrap();
     let refused = image.lock("a/web/root", std::time::Duration::ZERO);
     let refused = refused.unwrap_err().to_string();
@@ -265,14 +224,14 @@ fn what_a_device_holds_is_looked_at_again_once_it_is_locked() {
 
 #[test]
 fn what_came_is_whole_only_while_its_device_holds_that_very_part() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let first = write(file.as_fd(), None, part()).unwrap();
     let known = Known {
         part: Some("lun.moving-1"),
         ..Known::default()
     };
-    let (opened, path) = (device.open(), &device.path);
+    let (opened, path) = (device.open().unwrap(), device.path());
     let image = Image::of_known(opened, path, (Access::ReadWrite, 512), known).unwrap();
     let arriving = Arriving::of(&image).unwrap();
     arriving.must_be_whole().unwrap();
@@ -290,8 +249,8 @@ fn what_came_is_whole_only_while_its_device_holds_that_very_part() {
 
 #[test]
 fn a_label_keeps_who_has_the_disk_as_a_file_does() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     let image = file.as_fd();
     let whole = write(image, None, label(Holds::Disk)).unwrap();
     assert_eq!(holder::read(image).unwrap(), None);
@@ -314,8 +273,8 @@ fn a_label_keeps_who_has_the_disk_as_a_file_does() {
 
 #[test]
 fn a_device_is_zeroed_and_is_blank_only_where_nothing_is_at_either_end() {
-    let Some(device) = Loop::new() else { return };
-    let file = device.open();
+    let Some(device) = device() else { return };
+    let file = device.open().unwrap();
     for at in [0, DEVICE - 512] {
         file.write_all_at(&[7; 512], at).unwrap();
         file.sync_all().unwrap();
@@ -324,7 +283,7 @@ fn a_device_is_zeroed_and_is_blank_only_where_nothing_is_at_either_end() {
         assert!(is_blank(file.as_fd()).unwrap());
     }
     let mut byte = [1];
-    device.file.read_exact_at(&mut byte, 0).unwrap();
+    file.read_exact_at(&mut byte, 0).unwrap();
     assert_eq!(byte, [0]);
     let refused = zero(file.as_fd(), DEVICE, || false).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::TimedOut);

@@ -3,7 +3,7 @@
 //! Owns the VM process's life (and on drop its QEMU's). Waits are for events, with deadlines.
 
 use anyhow::{Context as _, bail};
-use godwit_blockio::label;
+use godwit_blockio::label::{self, End};
 use godwit_ownership::{Action, Event, HostRecord, Qemu, VmCore};
 use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::host_api::{DISKS_FILE, HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
@@ -137,7 +137,8 @@ impl Host {
                 None => path.to_owned(),
             };
             // A block device has its length at its end or in its label.
-            let bytes = label::length(std::fs::File::open(path)?.as_fd())?;
+            let end = End::ByLabel(None);
+            let bytes = label::length(std::fs::File::open(path)?.as_fd(), end)?;
             let name = disk.name.clone();
             Ok(DiskToMove {
                 name,

@@ -10,7 +10,7 @@ use godwit_ownership::ImageRecord;
 use godwit_types::datastore::is_device_path;
 use godwit_types::ids::is_valid_name;
 use godwit_types::plant::planted;
-use rustix::fs::{CWD, Mode, OFlags, SeekFrom, ioctl_blksszget, open, seek};
+use rustix::fs::{CWD, Mode, OFlags, SeekFrom, fstat, ioctl_blksszget, major, minor, open, seek};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io;
@@ -68,6 +68,33 @@ pub fn must_take(device: BorrowedFd<'_>, path: &str, bytes: u64) -> Result<Optio
     }
 }
 
+/// As it is told of a device that is not there: whoever copies a file there makes one that is gone with the next boot.
+pub fn is_missing(path: &str) -> String {
+    format!(
+        "there is no block device {path}: see that its storage is there (for a volume 'lvs' tells, and 'vgchange -ay' makes its device), or correct that path"
+    )
+}
+
+/// Whether a device takes no writes, whoever opens it; where nothing tells it is tried.
+fn is_write_protected(device: BorrowedFd<'_>) -> io::Result<bool> {
+    let number = fstat(device)?.st_rdev;
+    let said = format!("/sys/dev/block/{}:{}/ro", major(number), minor(number));
+    match std::fs::read_to_string(said) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        said => Ok(said?.trim() == "1"),
+    }
+}
+
+fn must_be_writable(device: BorrowedFd<'_>, path: &str) -> Result<(), String> {
+    match is_write_protected(device) {
+        Ok(true) => Err(format!(
+            "the device {path} is write-protected: choose another place, or let it be written ('blockdev --setrw {path}')"
+        )),
+        Ok(false) => Ok(()),
+        Err(error) => Err(unseen(path, &error)),
+    }
+}
+
 fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, String> {
     let told = |error: io::Error| unseen(path, &error);
     let blocks = ioctl_blksszget(device).map_err(|errno| told(errno.into()))?;
@@ -76,6 +103,7 @@ fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, Str
             "the device {path} has blocks of {blocks} bytes, and a disk has such of {BLOCK_BYTES}: choose another place"
         ));
     }
+    must_be_writable(device, path)?;
     let found = label::read(device).map_err(told)?;
     if planted("device-not-looked-at") {
         return Ok(found);
@@ -152,7 +180,11 @@ fn what_settles(label: &Label, path: &str) -> String {
     }
 }
 
-fn unseen(path: &str, error: &io::Error) -> String {
+/// As it is told of a device that cannot be opened.
+pub(crate) fn unseen(path: &str, error: &io::Error) -> String {
+    if error.kind() == io::ErrorKind::NotFound {
+        return is_missing(path);
+    }
     format!("the device {path} cannot be looked at: {error}")
 }
 
@@ -189,6 +221,8 @@ pub struct DeviceRoom {
     pub taken: Option<String>,
     /// By a disk or a part of one, in words.
     pub holds: Option<String>,
+    /// Whether nothing can be written there, the disk that it holds included.
+    pub is_write_protected: bool,
 }
 
 /// Looks at a device.
@@ -200,6 +234,7 @@ pub fn device_room(path: &str) -> io::Result<DeviceRoom> {
         bytes: capacity(seek(&file, SeekFrom::End(0))?),
         taken: must_take(file.as_fd(), path, 0).err(),
         holds: held.as_ref().map(whose_on),
+        is_write_protected: is_write_protected(file.as_fd())?,
     })
 }
 
@@ -222,9 +257,42 @@ mod tests {
     fn what_is_no_device_takes_no_disk_whatever_has_its_name() {
         for path in ["/srv/web.raw", "/dev/null", "/dev/pts", "/dev/none"] {
             let refused = device_must_take(path, 512).expect_err("no device");
-            assert!(refused.contains("cannot be looked at"), "{refused}");
+            let words = ["cannot be looked at", "there is no block device"];
+            assert!(
+                words.iter().any(|words| refused.contains(words)),
+                "{refused}"
+            );
             assert!(device_room(path).is_err());
         }
+    }
+
+    #[test]
+    fn of_a_device_that_is_away_it_is_told_what_is_missing() {
+        let refused = device_must_take("/dev/vg0/none", 512).expect_err("no device");
+        assert!(
+            refused.contains("there is no block device /dev/vg0/none"),
+            "{refused}"
+        );
+        assert!(refused.contains("vgchange -ay"), "{refused}");
+    }
+
+    #[test]
+    fn a_device_that_is_write_protected_takes_no_disk() {
+        let Some(device) = Device::of(8 << 20) else {
+            return;
+        };
+        let path = device.path().to_str().expect("a path");
+        device_must_take(path, 512).expect("it is blank");
+        device.protect(true).expect("protected");
+        let refused = device_must_take(path, 512).expect_err("write-protected");
+        assert!(refused.contains("is write-protected"), "{refused}");
+        assert!(
+            refused.contains(&format!("blockdev --setrw {path}")),
+            "{refused}"
+        );
+        assert!(device_room(path).expect("looked at").is_write_protected);
+        device.protect(false).expect("let be written");
+        device_must_take(path, 512).expect("it can be written again");
     }
 
     #[test]
@@ -304,24 +372,10 @@ mod tests {
 
     #[test]
     fn a_device_without_room_for_a_label_says_that_it_is_too_small() {
-        let below = tempfile::tempdir_in("/var/tmp").expect("a directory");
-        let file = below.path().join("small");
-        let made = File::create(&file).and_then(|file| file.set_len(1 << 20));
-        made.expect("a file");
-        let made = std::process::Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(&file)
-            .output()
-            .expect("losetup");
-        if !made.status.success() {
-            println!("skipped: no device can be made of a file");
+        let Some(device) = Device::of(1 << 20) else {
             return;
-        }
-        let path = String::from_utf8(made.stdout).expect("a path");
-        let refused = device_must_take(path.trim(), 512);
-        let _ = std::process::Command::new("losetup")
-            .args(["-d", path.trim()])
-            .status();
+        };
+        let refused = device_must_take(device.path().to_str().expect("a path"), 512);
         let refused = refused.expect_err("too small");
         assert!(refused.contains("has 1048576 bytes"), "{refused}");
     }

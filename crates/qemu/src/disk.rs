@@ -8,7 +8,8 @@
 
 use crate::reserved::Reserved;
 use crate::rights::as_user;
-use godwit_blockio::label;
+use godwit_blockio::label::{self, End};
+use godwit_types::datastore::is_device_path;
 use godwit_types::plant::planted;
 use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::{
@@ -27,6 +28,14 @@ use std::path::{Path, PathBuf};
 pub enum DiskError {
     #[error("the disk image {path} does not exist: copy it there or correct the VM")]
     Missing { path: PathBuf },
+    /// A file that is made there would be in memory, and gone with the next boot.
+    #[error("{}", crate::device::is_missing(&.path.to_string_lossy()))]
+    NoDevice { path: PathBuf },
+    /// Somebody copied an image to where its device should be.
+    #[error(
+        "{path} is a file in memory, and no block device: it is gone with the next boot, so move it to storage and see that the device is there, or correct that path"
+    )]
+    AmongDevices { path: PathBuf },
     /// QEMU's user may not use it.
     #[error(
         "QEMU's user (uid {uid}) may not open the disk image {path} for {access}: give it to that user (chown {uid} {path}), and let it pass through the directories above"
@@ -142,11 +151,18 @@ pub fn open_image(
     let file = opened.map_err(NotOpened::from).flatten();
     let file = file.map_err(|why| failed(path, read_only, uid, why))?;
     let path = path.to_owned();
+    if is_device_path(&path.to_string_lossy()) && is_file(&file) {
+        return Err(DiskError::AmongDevices { path });
+    }
     match reserved.of_open(&file) {
         Ok(None) => Ok(file.into()),
         Ok(Some(dir)) => Err(DiskError::Reserved { path, dir }),
         Err(source) => Err(DiskError::Io { path, source }),
     }
+}
+
+fn is_file(file: &File) -> bool {
+    file.metadata().is_ok_and(|found| found.is_file())
 }
 
 /// Makes an image of so many bytes as `uid` and `gid`, without supplementary groups, where no file is yet.
@@ -157,6 +173,7 @@ pub fn make_image(
     gid: u32,
     reserved: &Reserved,
 ) -> Result<OwnedFd, DiskError> {
+    must_be_no_devices(path)?;
     let made = as_user(uid, gid, || {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         open(path, flags, Mode::RUSR | Mode::WUSR)
@@ -198,6 +215,16 @@ pub fn make_image(
     }
 }
 
+/// Refuses a place for a file where only devices are.
+pub(crate) fn must_be_no_devices(path: &Path) -> Result<(), DiskError> {
+    match is_device_path(&path.to_string_lossy()) {
+        true => Err(DiskError::NoDevice {
+            path: path.to_owned(),
+        }),
+        false => Ok(()),
+    }
+}
+
 /// Opens a file or block device only to look at it. Anything may lie there by now: a link is not followed.
 pub fn open_to_look(path: &Path) -> io::Result<File> {
     Ok(open_looked_at(
@@ -207,12 +234,12 @@ pub fn open_to_look(path: &Path) -> io::Result<File> {
     )?)
 }
 
-/// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells. A label tells where a disk
+/// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells. `end` is where a disk
 /// on one ends.
-pub fn length_and_use(image: &File) -> io::Result<(u64, u64)> {
+pub fn length_and_use(image: &File, end: End) -> io::Result<(u64, u64)> {
     let found = image.metadata()?;
     // A block device has its length at its end alone.
-    let bytes = label::length(image.as_fd())?;
+    let bytes = label::length(image.as_fd(), end)?;
     let used = match found.file_type().is_block_device() {
         true => bytes,
         false => found.blocks().saturating_mul(512).min(bytes),
@@ -283,7 +310,10 @@ fn failed(path: &Path, read_only: bool, uid: u32, why: NotOpened) -> DiskError {
     let path = path.to_owned();
     match why {
         NotOpened::Kind => DiskError::Kind { path },
-        NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => DiskError::Missing { path },
+        NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => match must_be_no_devices(&path) {
+            Err(no_device) => no_device,
+            Ok(()) => DiskError::Missing { path },
+        },
         NotOpened::Errno(Errno::ACCESS | Errno::PERM) => DiskError::Denied {
             path,
             uid,
@@ -586,7 +616,8 @@ mod tests {
         file.set_len(8 * MIB).expect("made longer");
         std::os::unix::fs::FileExt::write_all_at(&file, &[1; 8192], MIB).expect("written");
         file.sync_all().expect("durable");
-        let told = |path: &Path| length_and_use(&open_to_look(path).expect("opened"));
+        let told =
+            |path: &Path| length_and_use(&open_to_look(path).expect("opened"), End::OfDevice);
         let (bytes, used) = told(&path).expect("a file's");
         assert_eq!(bytes, 8 * MIB);
         assert!((8192..MIB).contains(&used), "{used}");

@@ -2,7 +2,7 @@
 //!
 //! Owns nothing, and leaves nothing. Refuses: what [`crate::disk::make_image`] would, as far as that is known without a name.
 
-use crate::disk::DiskError;
+use crate::disk::{DiskError, must_be_no_devices};
 use crate::rights::as_user;
 use godwit_types::vm::room_for_images;
 use rustix::fs::{AtFlags, Mode, OFlags, StatVfs, StatxFlags, ioctl_ficlone, open, openat, statx};
@@ -23,6 +23,7 @@ const NAMELESS: OFlags = OFlags::TMPFILE
 /// Whether an image could be made there as `uid` and `gid`, and be used beside the page cache: found out with a file that never has a name.
 /// A file system that has none such is told by making it.
 pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> {
+    must_be_no_devices(path)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
     let tried = as_user(uid, gid, || open(dir, NAMELESS, Mode::RUSR | Mode::WUSR));
     judge(tried, path, uid)

@@ -19,6 +19,7 @@ pub mod device_state;
 pub mod disk;
 pub mod disk_place;
 pub mod group;
+pub mod holding;
 pub mod inherited;
 pub mod launch;
 pub mod machine;

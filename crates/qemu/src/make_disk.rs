@@ -8,13 +8,16 @@
 //! somebody may write, and places without room.
 
 use crate::convert;
-use crate::disk::{DiskError, NotOpened, length_and_use, open_looked_at, rename_to_free};
+use crate::disk::{
+    DiskError, NotOpened, length_and_use, must_be_no_devices, open_looked_at, rename_to_free,
+};
 use crate::disk_place::{can_make_image_in, room_of};
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
 use crate::whose::{whose, whose_at};
+use godwit_blockio::label::End;
 use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
@@ -90,6 +93,10 @@ impl Maker<'_> {
         progress: &Progress,
     ) -> Result<(), String> {
         let path = Path::new(&disk.path);
+        // What is there already is told by its name.
+        if !path.exists() {
+            must_be_no_devices(path).map_err(|error| error.to_string())?;
+        }
         let place = Place::open(path, self.reserved, self.user)?;
         let mark = mark_of(self.vm, disk);
         if place.has(path, &mark)? {
@@ -410,7 +417,8 @@ impl Source {
         refuse_reserved(&file, Path::new(path), reserved)?;
         let written = written(&file).map_err(|error| cannot(&error))?;
         // A device has none where it holds no whole disk.
-        let (own, used) = length_and_use(&file).map_err(|error| cannot(&error))?;
+        let (own, used) =
+            length_and_use(&file, End::ByLabel(None)).map_err(|error| cannot(&error))?;
         let mut head = [0; HEAD_LEN];
         let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;
         let format = format_of(head.get(..length).unwrap_or_default());

@@ -408,6 +408,28 @@ fn only_what_the_common_user_may_is_read_and_made() {
     assert_eq!(std::fs::read(here.at("root.raw")).unwrap(), [1; 512]);
 }
 
+#[test]
+fn no_image_is_made_where_a_device_is_missing() {
+    let here = Here::new();
+    let path = format!("/dev/godwit-test-made-{}", std::process::id());
+    let disk = DiskSpec {
+        path: path.clone(),
+        ..here.disk(None, Some(1))
+    };
+    let maker = Maker {
+        vm: &here.vm,
+        user: User { uid: 0, gid: 0 },
+        reserved: &Reserved::default(),
+    };
+    let refusal = maker.make(&disk, &Progress::default());
+    let is_made = std::fs::remove_file(&path).is_ok();
+    let refusal = refusal.unwrap_err();
+    assert!(!is_made, "{refusal}");
+    let words = format!("there is no block device {path}");
+    assert!(refusal.contains(&words), "{refusal}");
+    assert!(!refusal.contains("chgrp"), "{refusal}");
+}
+
 /// Has qemu-img do something with an image of this name; false where there is no qemu-img.
 fn qemu_img(here: &Here, words: &[&str]) -> bool {
     let mut command = std::process::Command::new("/usr/bin/qemu-img");

@@ -188,7 +188,7 @@ fn of_another(
 
 fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {
     let code = match error {
-        DiskError::Missing { .. } => ErrorCode::MissingFile,
+        DiskError::Missing { .. } | DiskError::NoDevice { .. } => ErrorCode::MissingFile,
         // Of whatever host: it is described so.
         DiskError::Kind { .. } | DiskError::Reserved { .. } => ErrorCode::InvalidRequest,
         _ => ErrorCode::Preflight,

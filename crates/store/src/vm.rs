@@ -44,7 +44,12 @@ impl VmStore<RealFiles> {
 
     /// Where a VM's files are.
     pub fn directory(state: &Path, vm: &VmName) -> PathBuf {
-        state.join("vms").join(vm.as_str())
+        Self::all(state).join(vm.as_str())
+    }
+
+    /// Where all of them have theirs.
+    pub fn all(state: &Path) -> PathBuf {
+        state.join("vms")
     }
 
     /// The state directory whose VM has its files in this one, if it is one of those.

@@ -4,6 +4,7 @@
 //! that wants it says that it was skipped. Needs root.
 
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -12,22 +13,90 @@ pub const DEVICE_BYTES: u64 = 512 << 20;
 
 /// A loop device with blocks of its own size; gone with the value.
 #[derive(Debug)]
-pub struct Device(PathBuf);
+pub struct Device {
+    path: PathBuf,
+    file: PathBuf,
+    // Removed after the device is gone.
+    _directory: Option<tempfile::TempDir>,
+}
 
 impl Device {
     /// Over a new, sparse file.
     pub fn over(file: &Path, block: u32) -> Option<Self> {
-        File::create(file).ok()?.set_len(DEVICE_BYTES).ok()?;
+        Self::of_bytes(file, block, DEVICE_BYTES)
+    }
+
+    /// With so many bytes and a file of its own.
+    pub fn of(bytes: u64) -> Option<Self> {
+        let directory = tempfile::tempdir_in("/var/tmp").ok()?;
+        let made = Self::of_bytes(&directory.path().join("device"), 512, bytes);
+        if made.is_none() {
+            println!("skipped: no device can be made of a file");
+        }
+        let mut made = made?;
+        made._directory = Some(directory);
+        Some(made)
+    }
+
+    fn of_bytes(file: &Path, block: u32, bytes: u64) -> Option<Self> {
+        File::create(file).ok()?.set_len(bytes).ok()?;
         let size = block.to_string();
-        let arguments = ["--find", "--show", "--sector-size", &size, "--direct-io=on"];
-        let made = Command::new("losetup").args(arguments).arg(file).output();
+        Self::with(file, &["--sector-size", &size, "--direct-io=on"])
+    }
+
+    /// Over a file that is there, as it is, through the page cache.
+    pub fn on(file: &Path) -> Option<Self> {
+        Self::with(file, &[])
+    }
+
+    fn with(file: &Path, words: &[&str]) -> Option<Self> {
+        let made = Command::new("losetup")
+            .args(["--find", "--show"])
+            .args(words)
+            .arg(file)
+            .output();
         let made = made.ok().filter(|made| made.status.success())?;
         let path = String::from_utf8(made.stdout).ok()?;
-        Some(Self(path.trim().into()))
+        let device = Self {
+            path: path.trim().into(),
+            file: file.to_owned(),
+            _directory: None,
+        };
+        // Who had one of this number before, and broke off, may have left it so.
+        device.protect(false).ok()?;
+        Some(device)
     }
 
     pub fn path(&self) -> &Path {
-        &self.0
+        &self.path
+    }
+
+    /// For reading and writing.
+    pub fn open(&self) -> io::Result<File> {
+        File::options().read(true).write(true).open(&self.path)
+    }
+
+    /// Has it be so long from now on, as a volume that is made longer or shorter.
+    pub fn becomes(&self, bytes: u64) -> io::Result<()> {
+        File::options()
+            .write(true)
+            .open(&self.file)?
+            .set_len(bytes)?;
+        self.runs("losetup", "--set-capacity")
+    }
+
+    /// Whether nothing can be written there from now on.
+    pub fn protect(&self, is_protected: bool) -> io::Result<()> {
+        let word = if is_protected { "--setro" } else { "--setrw" };
+        self.runs("blockdev", word)
+    }
+
+    fn runs(&self, program: &str, word: &str) -> io::Result<()> {
+        let ran = Command::new(program).arg(word).arg(&self.path).status()?;
+        match ran.success() {
+            true => Ok(()),
+            false => Err(io::Error::other(format!("{program} {word} failed"))),
+        }
     }
 }
 
@@ -35,7 +104,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         let _ = Command::new("losetup")
             .arg("--detach")
-            .arg(&self.0)
+            .arg(&self.path)
             .status();
     }
 }

@@ -92,10 +92,13 @@ impl Agent {
         let sizes = self.config.vms_dir().join(name.as_str());
         let sizes = sizes.join(UEFI_SIZES_FILE);
         let uefi = vm.spec.has_variables();
+        let agent = Arc::clone(self);
         let looked = tokio::task::spawn_blocking(move || {
             let hashed = preflight::hash_files(&host, &spec);
             let uefi = uefi.then(|| load_json(&sizes)).transpose();
-            (hashed, preflight::to_move(&host, &spec), uefi)
+            let record = agent.disk_record(&spec.name);
+            let end = |path: &str| record.end_of(&agent.config.datastores, path);
+            (hashed, preflight::to_move(&host, &spec, end), uefi)
         });
         let looked = looked.await.map_err(took_too_long)?;
         let ((file_hashes, missing), (disks, unmovable), uefi) = looked;

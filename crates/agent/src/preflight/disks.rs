@@ -7,26 +7,33 @@ use super::{Finding, refuse};
 use crate::config::HostConfig;
 use crate::datastores::read_only;
 use crate::users;
+use godwit_blockio::label::End;
 use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
+use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
-use godwit_types::{ApiError, ErrorCode, HostName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
 use std::collections::BTreeMap;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
 /// The disks that go along with a VM; those that cannot are refusals. Waits for their storage.
-pub fn to_move(host: &HostName, spec: &VmSpec) -> (Vec<DiskToMove>, Vec<ApiError>) {
+/// `end` tells where the disk on a device ends.
+pub fn to_move(
+    host: &HostName,
+    spec: &VmSpec,
+    end: impl Fn(&str) -> End,
+) -> (Vec<DiskToMove>, Vec<ApiError>) {
     let (mut disks, mut refusals) = (Vec::new(), Vec::new());
     // Others are refused for their hardware.
     let along = spec.disks.iter().filter(|disk| disk.goes_along());
     for disk in along.filter(|_| spec.serves_disks()) {
-        match measured(disk) {
+        match measured(disk, end(&disk.path)) {
             Ok(measured) => disks.push(measured),
             Err(why) => {
                 let message = format!(
@@ -40,7 +47,7 @@ pub fn to_move(host: &HostName, spec: &VmSpec) -> (Vec<DiskToMove>, Vec<ApiError
     (disks, refusals)
 }
 
-fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
+fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
     let path = &disk.path;
     let told = |error: std::io::Error| format!("{path}: {error}");
     let at = Path::new(path);
@@ -72,7 +79,7 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
         }
         (true, _) => {}
     }
-    let (bytes, used_bytes) = length_and_use(&file).map_err(told)?;
+    let (bytes, used_bytes) = length_and_use(&file, end).map_err(told)?;
     Ok(DiskToMove {
         name: disk.name.clone(),
         bytes,
@@ -94,7 +101,7 @@ pub(super) fn places(config: &HostConfig, spec: &VmSpec, disks: &[DiskToMove]) -
     come.map(|disk| {
         let place = match disk.shared {
             true => return is_there(host, disk),
-            false if is_on_device(disk) => fits_on_device(host, disk, disks),
+            false if is_on_device(disk) => fits_on_device((config, &spec.name), disk, disks),
             false => has_place((host, &config.datastores), disk, disks, &mut promised),
         };
         place.and_then(|place| can_be_made(config, spec, disk).map(|()| place))
@@ -168,11 +175,16 @@ fn not_among_devices(path: &Path) -> Result<(), String> {
 }
 
 /// A device of this host that is a datastore.
-fn fits_on_device(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
-    let (name, path) = (&disk.name, &disk.path);
+fn fits_on_device(
+    (config, vm): (&HostConfig, &VmName),
+    disk: &DiskSpec,
+    disks: &[DiskToMove],
+) -> Finding {
+    let (host, name, path) = (&config.name, &disk.name, &disk.path);
     let size = disks.iter().find(|size| size.name == *name);
     let bytes = size.map_or(0, |size| size.bytes);
-    match device_must_take(path, bytes) {
+    let is_nobodys = device_must_be_nobodys(&config.state_dir, Some(vm), path);
+    match is_nobodys.and_then(|()| device_must_take(path, bytes)) {
         Ok(()) => Ok(format!(
             "disk '{name}': {} MiB of the block device {path} on host '{host}'",
             bytes >> 20
@@ -257,10 +269,12 @@ fn has_place(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::datastores::tests::{has_own_mounts, while_read_only};
+    use crate::datastores::tests::{has_disk_at, has_own_mounts, label_at, while_read_only};
+    use crate::test_support::TestHost;
+    use godwit_testkit::file_system::Device;
+    use godwit_types::DatastoreName;
     use godwit_types::datastore::Datastore;
     use godwit_types::vm::DISK_GIB_MAX;
-    use godwit_types::{DatastoreName, VmName};
     use std::ffi::OsStr;
 
     #[test]
@@ -412,7 +426,12 @@ mod tests {
         let (image, link) = (dir.path().join("root.raw"), dir.path().join("link"));
         std::fs::write(&image, [0; 512]).unwrap();
         std::os::unix::fs::symlink(&image, &link).unwrap();
-        let of = |path: &Path| measured(&DiskSpec::new("root", path.to_str().unwrap()));
+        let of = |path: &Path| {
+            measured(
+                &DiskSpec::new("root", path.to_str().unwrap()),
+                End::OfDevice,
+            )
+        };
         assert_eq!(of(&image).unwrap().bytes, 512);
         let refused = of(&link).unwrap_err();
         assert!(refused.contains("is a symbolic link"), "{refused}");
@@ -429,25 +448,35 @@ mod tests {
 
     #[test]
     fn a_block_device_goes_along_with_all_of_its_length_where_it_is_named_below_dev() {
-        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (file, node) = (dir.path().join("file"), dir.path().join("node"));
-        std::fs::File::create(&file)
-            .unwrap()
-            .set_len(8 << 20)
-            .unwrap();
-        let words = ["-f".as_ref(), "--show".as_ref(), file.as_os_str()];
-        let Some(device) = said("losetup", &words) else {
-            return println!("skipped: no device can be made of a file");
+        let Some(device) = Device::of(8 << 20) else {
+            return;
         };
-        let copied = said("cp", &["-a".as_ref(), device.as_ref(), node.as_os_str()]);
-        let of = |path: &str| measured(&DiskSpec::new("root", path));
-        let (found, elsewhere) = (of(&device), of(node.to_str().unwrap()));
-        said("losetup", &["-d".as_ref(), device.as_ref()]);
-        let found = found.unwrap();
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (path, node) = (device.path(), dir.path().join("node"));
+        let copied = said("cp", &["-a".as_ref(), path.as_os_str(), node.as_os_str()]);
+        let of = |path: &Path, end| measured(&DiskSpec::new("root", path.to_str().unwrap()), end);
+        // Its guest wrote what looks like a label.
+        label_at(&device);
+        let found = of(path, End::OfDevice).unwrap();
         assert_eq!((found.bytes, found.used_bytes), (8 << 20, 8 << 20));
+        assert_eq!(of(path, End::ByLabel(None)).unwrap().bytes, 1 << 20);
         if copied.is_some() {
-            let refused = elsewhere.unwrap_err();
+            let refused = of(&node, End::OfDevice).unwrap_err();
             assert!(refused.contains("has no path below /dev here"), "{refused}");
         }
+    }
+
+    #[test]
+    fn a_device_that_another_vm_of_the_host_has_takes_no_disk_that_comes() {
+        let Some(device) = Device::of(8 << 20) else {
+            return;
+        };
+        let (host, vm) = (TestHost::new(), VmName::new("web").unwrap());
+        let disk = DiskSpec::new("root", device.path().to_str().unwrap());
+        let fits = || fits_on_device((&host.config, &vm), &disk, &[]);
+        fits().unwrap();
+        has_disk_at(&host, "db", device.path());
+        let refused = format!("{:?}", fits().unwrap_err());
+        assert!(refused.contains("is disk 'root' of VM 'db'"), "{refused}");
     }
 }

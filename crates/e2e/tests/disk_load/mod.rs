@@ -125,7 +125,11 @@ impl Load {
 
     /// What is on the disk after a cut, which counts from here on.
     pub fn examine(&mut self) -> Result<()> {
-        let content = std::fs::read(&self.site.image)?;
+        self.examine_bytes(&std::fs::read(&self.site.image)?)
+    }
+
+    /// The same where that was read already.
+    pub fn examine_bytes(&mut self, content: &[u8]) -> Result<()> {
         ensure!(
             content.len() == BLOCKS * BLOCK,
             "the image is {} bytes long",

@@ -14,7 +14,6 @@ use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
-use super::there::DiskAlong;
 use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
@@ -364,7 +363,7 @@ impl Served {
         let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
         let source = open_disk_image(&going.spec, going.image).ok();
-        let former = DiskAlong::seen_as(&going.spec, going.image);
+        let former = self.seen_along(&going.spec, going.image);
         let second = SecondImage::of(&image, source, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
@@ -394,7 +393,7 @@ impl Served {
         let now = going
             .copying
             .image
-            .map(|image| DiskAlong::seen_as(&spec, image));
+            .map(|image| self.seen_along(&spec, image));
         going.follows = former.ok().zip(now.transpose().ok().flatten());
         Ok((mirror, image))
     }

@@ -3,6 +3,7 @@
 use super::super::there;
 use super::*;
 use crate::testing::{LONG, Site, apart};
+use godwit_blockio::label::End;
 use godwit_guestmem::RamFile;
 use godwit_qemu::disk::is_taken;
 use godwit_qemu::disk::{identity_of, identity_of_open};
@@ -202,7 +203,7 @@ fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fai
     let disks = served_with(&site, &before);
     let (served, migration) = (&disks.0, MigrationId::new("m").unwrap());
     let what = served.what();
-    let along = there::seen(vec![(what.disks[0].clone(), what.images[0])]).unwrap();
+    let along = there::seen(vec![(what.disks[0].clone(), what.images[0], End::OfDevice)]).unwrap();
     served
         .change(|what| what.note_along(&migration, along))
         .unwrap();

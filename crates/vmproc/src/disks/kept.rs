@@ -8,11 +8,10 @@ use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_store::{StoreError, VmStore, load_json};
-use godwit_types::VmName;
+use godwit_qemu::holding;
+use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
 use godwit_types::vm::{DiskSpec, VmSpec};
-use std::fmt::Display;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -60,40 +59,12 @@ pub(super) fn is_kept(
     }
 }
 
-/// Refuses a device that another VM of this host, on or off, has for a disk: it may bear no label, and its both ends may be zero. In doubt
-/// it is kept. Why is a part of a sentence.
+/// Refuses a device that another VM of this host, on or off, has for a disk. Why is a part of a sentence.
 pub(super) fn must_be_nobodys(config: &VmProcessConfig, device: &File) -> Result<(), String> {
-    let told = |error: &dyn Display| format!("may be a disk of another VM of this host: {error}");
-    let own = identity_of_open(device).map_err(|error| told(&error))?;
-    let dir = Path::new(&config.state_dir);
-    let Some((state, all)) = VmStore::state_of(dir).zip(dir.parent()) else {
-        return Ok(());
-    };
-    for entry in std::fs::read_dir(all).map_err(|error| told(&error))? {
-        let name = entry.map_err(|error| told(&error))?.file_name();
-        let Some(Ok(vm)) = name.to_str().map(VmName::new) else {
-            continue;
-        };
-        if vm == config.vm || !may_hold(state, &vm).map_err(|error| told(&error))? {
-            continue;
-        }
-        let spec = VmStore::directory(state, &vm).join(SPEC_FILE);
-        let spec: Option<VmSpec> = load_json(&spec).map_err(|error| told(&error))?;
-        let mut disks = spec.iter().flat_map(|spec| &spec.disks);
-        // One that is not there is no device that is.
-        let is_it = |disk: &&DiskSpec| matches!(identity_of(Path::new(&disk.path)), Ok(Some(found)) if found == own);
-        if let Some(disk) = disks.find(is_it) {
-            return Err(format!(
-                "is disk '{}' of VM '{vm}', which this host has, too: choose another place",
-                disk.name
-            ));
-        }
+    match VmStore::state_of(Path::new(&config.state_dir)) {
+        Some(state) => holding::must_be_nobodys(state, Some(&config.vm), device),
+        None => Ok(()),
     }
-    Ok(())
-}
-
-fn may_hold(state: &Path, vm: &VmName) -> Result<bool, StoreError> {
-    Ok(VmStore::peek(state, vm)?.is_some_and(|held| held.may_hold()))
 }
 
 /// Whether this file may be the disk's image.
@@ -122,9 +93,9 @@ mod tests {
     use crate::testing::{Site, ask, holds, open};
     use godwit_ownership::{HostRecord, IMAGE_RECORD_FORMAT, Phase, Power};
     use godwit_store::save_json;
-    use godwit_types::Generation;
     use godwit_types::host_api::VmRequest;
     use godwit_types::image::ImageId;
+    use godwit_types::{Generation, VmName};
     use std::fs::Permissions;
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::PathBuf;

@@ -14,7 +14,7 @@ use super::served::{Served, ServedDisks};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::faults::planted;
 use crate::image::record_in;
-use godwit_blockio::label::{self, Found, Holds, Label};
+use godwit_blockio::label::{self, End, Found, Holds, Label};
 use godwit_blockio::{Access, Image, Known, lock_file};
 use godwit_ownership::Is;
 use godwit_qemu::device::{must_take, open_device, whose_on};
@@ -463,6 +463,15 @@ impl ServedDisks {
         is_among(&self.labelled, path)
     }
 
+    /// Where the disk on the device with this path ends.
+    pub(super) fn end_of(&self, path: &str) -> End {
+        let is_filled = |copying: &Copying| copying.path == path;
+        match self.is_plain(path) && !self.copying.as_ref().is_some_and(is_filled) {
+            true => End::OfDevice,
+            false => End::ByLabel(device_in(&self.labelled, path)),
+        }
+    }
+
     /// Whether a device is or was a disk here, and bore none: what is at its end is its guest's.
     pub(super) fn is_plain(&self, path: &str) -> bool {
         self.plain_devices().iter().any(|plain| plain == path)
@@ -480,3 +489,7 @@ impl ServedDisks {
 #[cfg(test)]
 #[path = "labelled_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "strange_device_tests.rs"]
+mod strange_device_tests;

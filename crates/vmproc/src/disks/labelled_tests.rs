@@ -7,26 +7,15 @@ use godwit_types::image::ImageId;
 use godwit_types::{Generation, HostName, VmName};
 
 /// A loop device; nothing where none can be made.
-struct Place {
-    device: Device,
-    _directory: tempfile::TempDir,
-}
+struct Place(Device);
 
 impl Place {
     fn new() -> Option<Self> {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let device = Device::over(&directory.path().join("device"), 512);
-        if device.is_none() {
-            println!("skipped: no device can be made of a file");
-        }
-        Some(Self {
-            device: device?,
-            _directory: directory,
-        })
+        Device::of(8 << 20).map(Self)
     }
 
     fn path(&self) -> &Path {
-        self.device.path()
+        self.0.path()
     }
 
     fn say(&self, holds: Holds, text: Option<Vec<u8>>) {

@@ -85,7 +85,7 @@ impl Disks {
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
         let of = |(_, (disk, image)): &(usize, (&DiskSpec, &(u64, u64)))| {
-            (DiskSpec::clone(disk), **image)
+            (DiskSpec::clone(disk), **image, what.end_of(&disk.path))
         };
         let with = there::seen(along.iter().map(of).collect());
         if let Err(why) = &with {

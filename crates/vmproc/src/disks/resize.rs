@@ -15,6 +15,7 @@ use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
 use crate::image::record_of;
 use godwit_blockio::grow::{NotGrown, grow, grow_plain, size};
+use godwit_blockio::label::End;
 use godwit_blockio::{Access, Image, Known, holder};
 use godwit_ownership::{ImageClaim, ImageRefusal};
 use godwit_qemu::disk::length_and_use;
@@ -238,7 +239,7 @@ fn lacks(image: BorrowedFd<'_>) -> io::Result<Option<(u64, u64)>> {
     if is_device(image)? {
         return Ok(None);
     }
-    let (bytes, used) = length_and_use(&File::from(image.try_clone_to_owned()?))?;
+    let (bytes, used) = length_and_use(&File::from(image.try_clone_to_owned()?), End::OfDevice)?;
     let found = fstatvfs(image)?;
     let (wanted, free) = (bytes - used, found.f_bavail.saturating_mul(found.f_frsize));
     Ok((wanted > free).then_some((wanted, free)))

@@ -12,7 +12,7 @@ use super::labelled::known_by;
 use super::moving;
 use super::served::{Served, ServedDisks};
 use crate::files::Paths;
-use godwit_blockio::label;
+use godwit_blockio::label::{self, End};
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::MigrationId;
@@ -69,8 +69,8 @@ pub(super) struct DiskAlong {
 
 impl DiskAlong {
     /// As the image is now, and that.
-    fn seen(disk: &str, path: &str) -> io::Result<(File, Self)> {
-        let (file, says) = open(Path::new(path))?;
+    fn seen(disk: &str, path: &str, end: End) -> io::Result<(File, Self)> {
+        let (file, says) = open(Path::new(path), end)?;
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
         let seen = Self {
             disk: disk.to_owned(),
@@ -78,15 +78,15 @@ impl DiskAlong {
             says,
             identity: identity_of_open(&file)?,
             boot: boot.unwrap_or_default().trim().to_owned(),
-            bytes: label::length(file.as_fd())?,
+            bytes: label::length(file.as_fd(), end)?,
         };
         Ok((file, seen))
     }
 
     /// The same of a disk whose image QEMU has open; fails where another file has its name.
-    pub(super) fn seen_as(spec: &DiskSpec, image: (u64, u64)) -> Result<Self, String> {
+    fn seen_as(spec: &DiskSpec, image: (u64, u64), end: End) -> Result<Self, String> {
         let told = |why: &dyn Display| format!("disk '{}', {}: {why}", spec.name, spec.path);
-        let seen = Self::seen(&spec.name, &spec.path);
+        let seen = Self::seen(&spec.name, &spec.path, end);
         let (_, seen) = seen.map_err(|error| told(&error))?;
         match seen.identity == image {
             true => Ok(seen),
@@ -107,8 +107,13 @@ impl DiskAlong {
     }
 
     /// Whether this is the disk with that image now, with what this host knows of it, and with the file that QEMU has, if one has it.
-    fn is_there(&self, known: Option<&KnownImage>, open: Option<(u64, u64)>) -> Result<(), String> {
-        let seen = Self::seen(&self.disk, &self.path);
+    fn is_there(
+        &self,
+        known: Option<&KnownImage>,
+        open: Option<(u64, u64)>,
+        end: End,
+    ) -> Result<(), String> {
+        let seen = Self::seen(&self.disk, &self.path, end);
         let (file, now) = seen.map_err(|error| error.to_string())?;
         if open.is_some_and(|image| image != now.identity) || !now.is_same(self) {
             return Err("it is another image than the one that went along".to_owned());
@@ -129,10 +134,10 @@ impl DiskAlong {
 }
 
 /// An image, and what it says of itself: nothing where it can say nothing.
-fn open(path: &Path) -> io::Result<(File, Option<KnownImage>)> {
+fn open(path: &Path, end: End) -> io::Result<(File, Option<KnownImage>)> {
     if is_device_path(&path.to_string_lossy()) {
         let file = open_to_look(&path.canonicalize()?)?;
-        let says = label::read(file.as_fd())?.and_then(|found| known_by(&found.label));
+        let says = label::read_at(file.as_fd(), end)?.and_then(|found| known_by(&found.label));
         return Ok((file, says));
     }
     let (found, entry) = Entry::looked_at(path)?;
@@ -218,6 +223,7 @@ pub(crate) fn has_disks_of(paths: &Paths, migration: &MigrationId) -> bool {
         let all = disks.into_iter().map(|then| Asked {
             known: what.known_image(&then.disk).cloned(),
             open: None,
+            end: what.end_of(&then.path),
             then,
         });
         are_there(all.collect())
@@ -230,6 +236,7 @@ struct Asked {
     known: Option<KnownImage>,
     /// The file that QEMU has.
     open: Option<(u64, u64)>,
+    end: End,
 }
 
 /// Looks at all of them, on a thread of its own.
@@ -238,7 +245,9 @@ fn are_there(disks: Vec<Asked>) -> bool {
         disks.iter().try_for_each(|asked| {
             let (name, path) = (&asked.then.disk, &asked.then.path);
             let told = |why| format!("disk '{name}', {path}: {why}");
-            let is_there = asked.then.is_there(asked.known.as_ref(), asked.open);
+            let is_there = asked
+                .then
+                .is_there(asked.known.as_ref(), asked.open, asked.end);
             is_there.map_err(told)
         })
     };
@@ -308,11 +317,11 @@ pub(super) fn looks() -> bool {
 }
 
 /// How these disks are now, with the files that QEMU has; fails where one cannot be looked at, or storage does not answer.
-pub(super) fn seen(disks: Vec<(DiskSpec, (u64, u64))>) -> Result<Vec<DiskAlong>, String> {
+pub(super) fn seen(disks: Vec<(DiskSpec, (u64, u64), End)>) -> Result<Vec<DiskAlong>, String> {
     looked(move || {
         let seen = disks
             .iter()
-            .map(|(disk, image)| DiskAlong::seen_as(disk, *image));
+            .map(|(disk, image, end)| DiskAlong::seen_as(disk, *image, *end));
         seen.collect()
     })?
 }
@@ -335,6 +344,7 @@ impl Disks {
             Some(Asked {
                 known: served.known_of(&what, &then.disk),
                 open: Some(*image),
+                end: what.end_of(&then.path),
                 then,
             })
         };
@@ -344,6 +354,15 @@ impl Disks {
 }
 
 impl Served {
+    /// A disk of this QEMU with this image, as it is now.
+    pub(super) fn seen_along(
+        &self,
+        spec: &DiskSpec,
+        image: (u64, u64),
+    ) -> Result<DiskAlong, String> {
+        DiskAlong::seen_as(spec, image, self.what().end_of(&spec.path))
+    }
+
     /// Notes, durably, whether the image of this path could be read wholly.
     pub(super) fn note_read(&self, path: &str, is_read: bool) {
         if is_read != self.what().unread.iter().any(|unread| unread == path) {

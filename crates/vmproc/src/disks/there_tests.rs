@@ -31,7 +31,11 @@ fn off(left: &Left) -> bool {
 
 fn along(left: &Left) -> Vec<DiskAlong> {
     let all = left.what.disks.iter();
-    let seen = all.map(|disk| DiskAlong::seen(&disk.name, &disk.path).unwrap().1);
+    let seen = all.map(|disk| {
+        DiskAlong::seen(&disk.name, &disk.path, label::End::OfDevice)
+            .unwrap()
+            .1
+    });
     seen.collect()
 }
 
