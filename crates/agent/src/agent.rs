@@ -331,7 +331,7 @@ impl Agent {
         envelope: PeerEnvelope,
     ) -> Reply<Vec<serde_json::Value>> {
         self.must_be_hosts(name, &from, &envelope)?;
-        let _seat = self.crowd.enter(name, &from)?;
+        let seat = self.crowd.enter(name, &from)?;
         let message = envelope.message;
         let known = self.supervisor.find(name);
         let mut asked = known.filter(|_| self.records.needs_process(name));
@@ -344,7 +344,13 @@ impl Agent {
         if let Some(vm) = asked {
             vm.need(NEED).await?;
             let request = VmRequest::Peer { from, message };
-            return match vm.ask(&request, ACT).await? {
+            // Whoever asks may hang up; the VM process is busy with it all the same.
+            let answered = tokio::spawn(async move {
+                let answer = vm.ask(&request, ACT).await;
+                drop(seat);
+                answer
+            });
+            return match answered.await.map_err(took_too_long)?? {
                 VmAnswer::Replies(replies) => Ok(replies),
                 _ => Err(unexpected(name)),
             };

@@ -6,19 +6,21 @@
 use crate::supervisor::lock;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 /// A migration says one thing after the other; some are said again before the first try has an end.
 const UNDER_WAY_MAX: usize = 4;
 
 type About = (VmName, HostName);
 
+type Counts = Mutex<BTreeMap<About, usize>>;
+
 #[derive(Debug, Default)]
-pub(crate) struct Crowd(Mutex<BTreeMap<About, usize>>);
+pub(crate) struct Crowd(Arc<Counts>);
 
 impl Crowd {
     /// The message counts until what is returned is dropped.
-    pub(crate) fn enter(&self, vm: &VmName, from: &HostName) -> Result<Seat<'_>, ApiError> {
+    pub(crate) fn enter(&self, vm: &VmName, from: &HostName) -> Result<Seat, ApiError> {
         let about = (vm.clone(), from.clone());
         let mut all = lock(&self.0);
         let count = all.entry(about.clone()).or_default();
@@ -29,19 +31,21 @@ impl Crowd {
             return Err(ApiError::new(ErrorCode::Locked, message));
         }
         *count += 1;
-        Ok(Seat { crowd: self, about })
+        drop(all);
+        let all = Arc::clone(&self.0);
+        Ok(Seat { all, about })
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Seat<'a> {
-    crowd: &'a Crowd,
+pub(crate) struct Seat {
+    all: Arc<Counts>,
     about: About,
 }
 
-impl Drop for Seat<'_> {
+impl Drop for Seat {
     fn drop(&mut self) {
-        let mut all = lock(&self.crowd.0);
+        let mut all = lock(&self.all);
         if let Some(count) = all.get_mut(&self.about) {
             *count -= 1;
             if *count == 0 {

@@ -47,6 +47,8 @@ pub struct Destination<'a> {
     pub tracking: Result<(), String>,
     /// Whether this host may hold a VM of that name already.
     pub name_taken: bool,
+    /// Which other VM that this host may hold has the VM's user id.
+    pub same_user: Option<VmName>,
     /// Number of free migration ports.
     pub free_ports: usize,
     /// Migration addresses that no interface has.
@@ -105,6 +107,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
     ];
     // A destination listens on each of its addresses.
     findings.extend(no_address(here.config, here.missing_addresses).map(Err));
+    findings.extend(user_is_anothers(here, spec).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
     findings.extend(disks::places(here.config, spec, &request.disks));
     findings.extend(spec.has_variables().then(|| uefi(here, request)));
@@ -217,6 +220,16 @@ fn name_is_free(here: &Destination<'_>, spec: &VmSpec) -> Finding {
         "the name '{}' is free on host '{}'",
         spec.name, here.config.name
     ))
+}
+
+/// Each VM's QEMU would reach the other's memory and disks.
+fn user_is_anothers(here: &Destination<'_>, spec: &VmSpec) -> Option<ApiError> {
+    let other = here.same_user.as_ref()?;
+    let (vm, host) = (&spec.name, &here.config.name);
+    let message = format!(
+        "VM '{vm}' runs as the same user as VM '{other}' on host '{host}': stop it and start it anew ('godwit vm stop {vm}', 'godwit vm start {vm}'), which gives it a user of its own"
+    );
+    Some(ApiError::new(ErrorCode::NotMigratable, message))
 }
 
 /// MiB that a VM needs of its host.

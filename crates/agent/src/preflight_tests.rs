@@ -69,6 +69,7 @@ impl Environment {
             cpus: Some(&self.cpus),
             tracking: Ok(()),
             name_taken: false,
+            same_user: None,
             free_ports: 10,
             missing_addresses: &[],
             unix_ms: 5_000_100,
@@ -344,6 +345,15 @@ fn a_taken_name_an_old_kernel_and_no_tracking_are_refused() {
         env.refusals(&taken),
         ErrorCode::AlreadyExists,
         &["'web'", "'b'"],
+    );
+    let of_another = Destination {
+        same_user: Some(VmName::new("db").unwrap()),
+        ..env.here()
+    };
+    only(
+        env.refusals(&of_another),
+        ErrorCode::NotMigratable,
+        &["'web'", "'db'", "godwit vm start web"],
     );
     let blind = Destination {
         tracking: Err("no device".into()),

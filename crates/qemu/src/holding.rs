@@ -7,6 +7,7 @@ use crate::device::{open_device, unseen};
 use crate::disk::{identity_of, identity_of_open};
 use godwit_store::{VmStore, load_json};
 use godwit_types::VmName;
+use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::SPEC_FILE;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use rustix::fs::OFlags;
@@ -14,8 +15,18 @@ use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
 
-/// Refuses a device that another VM than this one has, of those whose files are below this state directory. Why is a part of a sentence.
+/// Refuses a device that another VM than this one has, of those whose files are below this state directory. Why is a part of a sentence. Waits
+/// for the storage of all their disks.
 pub fn must_be_nobodys(state: &Path, own: Option<&VmName>, device: &File) -> Result<(), String> {
+    must_not_be_among(state, own, device, |_| true)
+}
+
+fn must_not_be_among(
+    state: &Path,
+    own: Option<&VmName>,
+    device: &File,
+    counts: impl Fn(&DiskSpec) -> bool,
+) -> Result<(), String> {
     let told = |error: &dyn Display| format!("may be a disk of another VM of this host: {error}");
     let identity = identity_of_open(device).map_err(|error| told(&error))?;
     let all = match std::fs::read_dir(VmStore::all(state)) {
@@ -33,7 +44,8 @@ pub fn must_be_nobodys(state: &Path, own: Option<&VmName>, device: &File) -> Res
         }
         let spec = VmStore::directory(state, &vm).join(SPEC_FILE);
         let spec: Option<VmSpec> = load_json(&spec).map_err(|error| told(&error))?;
-        let mut disks = spec.iter().flat_map(|spec| &spec.disks);
+        let disks = spec.iter().flat_map(|spec| &spec.disks);
+        let mut disks = disks.filter(|disk| counts(disk));
         // One that is not there is no device that is.
         let is_it = |disk: &&DiskSpec| matches!(identity_of(Path::new(&disk.path)), Ok(Some(found)) if found == identity);
         if let Some(disk) = disks.find(is_it) {
@@ -46,7 +58,8 @@ pub fn must_be_nobodys(state: &Path, own: Option<&VmName>, device: &File) -> Res
     Ok(())
 }
 
-/// The same of a device that is not open. Why is a part of a sentence that names it.
+/// The same of a device that is not open, among the disks whose paths are below `/dev`: whoever asks must not wait for others' file systems, and
+/// who opens the device looks at all. Why is a part of a sentence that names it.
 pub fn device_must_be_nobodys(
     state: &Path,
     own: Option<&VmName>,
@@ -54,5 +67,7 @@ pub fn device_must_be_nobodys(
 ) -> Result<(), String> {
     let device = open_device(Path::new(path), OFlags::RDONLY);
     let device = device.map_err(|error| unseen(path, &error))?;
-    must_be_nobodys(state, own, &device).map_err(|why| format!("the device {path} {why}"))
+    let of_devices = |disk: &DiskSpec| is_device_path(&disk.path);
+    must_not_be_among(state, own, &device, of_devices)
+        .map_err(|why| format!("the device {path} {why}"))
 }

@@ -23,6 +23,7 @@ mod keeping;
 mod kept;
 mod labelled;
 mod left;
+mod making;
 mod moving;
 mod note;
 mod record;

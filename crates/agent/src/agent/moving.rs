@@ -16,7 +16,7 @@ use godwit_types::host_api::{
 };
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::{ApiError, ErrorCode, VmName, VmSpec};
 use std::sync::Arc;
 
 impl Agent {
@@ -146,6 +146,18 @@ impl Agent {
         Ok(report)
     }
 
+    /// Which VM that this host may hold has the user id of another one.
+    fn same_user(&self, spec: &VmSpec) -> Option<VmName> {
+        let uid = spec.uid?;
+        let names = self.records.names().unwrap_or_default();
+        let mut others = names.into_iter().filter(|name| *name != spec.name);
+        others.find(|name| {
+            let may_hold = || self.records.record(name).is_none_or(|held| held.may_hold());
+            let described = self.records.spec(name).ok().flatten();
+            described.is_some_and(|other| other.uid == Some(uid)) && may_hold()
+        })
+    }
+
     fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
         let addresses = self.addresses.migration();
         let (free_ports, _) = check_network::free_ports(&self.config, &addresses);
@@ -163,6 +175,7 @@ impl Agent {
                 tracking: tracking().and(no_handout.map_or(Ok(()), Err)),
                 // A record that cannot be read may hold anything.
                 name_taken: record.is_none_or(|record| record.may_hold()),
+                same_user: self.same_user(&request.spec),
                 free_ports,
                 missing_addresses: &missing(&addresses),
                 unix_ms,
@@ -197,21 +210,49 @@ fn is_for_now(error: &ApiError) -> bool {
 mod tests {
     use super::*;
     use crate::api::tests::Served;
-    use crate::test_support::spec;
-    use godwit_types::vm::Accelerator;
+    use crate::test_support::{TestHost, spec};
+    use godwit_ownership::Power;
+    use godwit_store::save_json;
+    use godwit_types::host_api::SPEC_FILE;
+    use godwit_types::vm::{Accelerator, UIDS};
 
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_host_that_is_closed_says_so_and_refuses_a_vm_before_it_comes() {
-        let served = Served::new().await;
-        let request = PreflightIncoming {
-            spec: spec("web"),
+    fn coming(spec: VmSpec) -> PreflightIncoming {
+        PreflightIncoming {
+            spec,
             accelerator: Accelerator::Tcg,
             file_hashes: Vec::new(),
             uefi: None,
             source_unix_ms: unix_ms(),
             probe_nonce: String::new(),
             disks: Vec::new(),
+        }
+    }
+
+    /// A host that lied invented a VM with another one's user id, and had it moved to that one's host.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_vm_with_the_user_id_of_another_one_here_is_refused() {
+        let with = |name: &str, uid: u32| VmSpec {
+            uid: Some(uid),
+            ..spec(name)
         };
+        let [first, second] = [*UIDS.start(), *UIDS.start() + 1];
+        let host = TestHost::new();
+        host.hold("web", Power::Off);
+        let described = host.config.vms_dir().join("web").join(SPEC_FILE);
+        save_json(&described, &with("web", first)).unwrap();
+        let served = Served::of_host(host).await;
+        for (vm, is_refused) in [(with("evil", first), true), (with("other", second), false)] {
+            let report = served.agent.preflight_incoming(coming(vm)).await.unwrap();
+            let mut refusals = report.refusals.iter();
+            let told = refusals.any(|error| error.message.contains("same user as VM 'web'"));
+            assert_eq!(told, is_refused, "{:?}", report.refusals);
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_host_that_is_closed_says_so_and_refuses_a_vm_before_it_comes() {
+        let served = Served::new().await;
+        let request = coming(spec("web"));
         let refused = async || {
             let asked = served.agent.preflight_incoming(request.clone()).await;
             let mut refusals = asked.unwrap().refusals.into_iter();
@@ -229,13 +270,8 @@ mod tests {
         let served = Served::new().await;
         served.agent.close(false).await.unwrap();
         let request = PreflightIncoming {
-            spec: spec("web"),
-            accelerator: Accelerator::Tcg,
-            file_hashes: Vec::new(),
-            uefi: None,
-            source_unix_ms: unix_ms(),
             probe_nonce: "00".repeat(16),
-            disks: Vec::new(),
+            ..coming(spec("web"))
         };
         assert!(request.spec.nics.is_empty());
         let report = served

@@ -1,7 +1,8 @@
 //! Where a VM's disks are, and what its guest may have of them, as its holder says.
 //!
 //! Owns nothing. Refuses: what a person has described otherwise since to be written over, and a path to which no move
-//! brings that disk: a host that lies would have the next one open any file for the VM.
+//! brings that disk: a host that lies would have the next one open any file for the VM. It can still name a device, or a file of the disk's own
+//! name: labels and records of images guard those.
 
 use super::VmEntry;
 use godwit_types::datastore::{Datastore, Datastores, datastore_of};

@@ -38,7 +38,12 @@ impl State {
             _ if matches!(whereabouts, Whereabouts::HandingOver { .. }) => VmState::HandingOver,
             Some(state) => state,
             // It says that it holds the VM, and tells of it in words that nobody here understands.
-            None if self.damaged_at(name).is_some() => VmState::DamagedRecord,
+            None if self
+                .damaged_at(name)
+                .is_some_and(|(host, _)| *host == place.host) =>
+            {
+                VmState::DamagedRecord
+            }
             None => VmState::Unreachable,
         }
     }

@@ -162,7 +162,9 @@ pub(crate) fn may_keep(paths: &Paths) -> Result<(), ApiError> {
     let Some((what, arrival)) = arrival(paths) else {
         return Ok(());
     };
-    for disk in along(&what.disks) {
+    // What is on a device is kept nowhere else.
+    let files = |disk: &&DiskSpec| !is_device_path(&disk.path);
+    for disk in along(&what.disks).filter(files) {
         if let Err(error) = Entry::at(Path::new(&disk.path)) {
             let (name, path) = (&disk.name, arriving_path(&disk.path, &arrival.migration));
             return Err(ApiError::new(
@@ -294,8 +296,15 @@ impl Came<'_> {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return true,
             // As of a file system that is not mounted: nobody waits for it who knows what is to become of it.
-            Err(error) if source != Source::Unknown && is_away(Path::new(path)) => {
-                tracing::warn!(path, %error, "the device that a disk came to is not there: its label tells that it holds a part, and nothing else does any more");
+            Err(error) if is_away(Path::new(path)) && source == Source::HasDisks => {
+                tracing::warn!(path, %error, "what came to a device is let go once that is there again");
+                return false;
+            }
+            Err(error) if is_away(Path::new(path)) && source == Source::Gone => {
+                aside.kept.push(format!(
+                    "what came of disk '{}' with migration {id} is on the device {path}, which is not there now ({error}): its label tells of it, and nothing else does any more; 'godwit image release {path}' calls it a disk once it is there again",
+                    self.disk.name
+                ));
                 return true;
             }
             Err(error) => return self.stays_on_device(&error, aside),

@@ -237,16 +237,18 @@ fn what_came_to_a_directory_that_is_gone_keeps_no_vm_from_starting() {
 #[test]
 fn what_came_to_a_device_that_is_gone_keeps_no_vm_from_starting() {
     let mut left = Left::with(Some(("m", Some(2))), None, &[]);
-    let gone = format!("/dev/godwit-test-gone-{}", std::process::id());
+    let gone = format!("/dev/godwit-test-gone-{}/lun", std::process::id());
     left.what.disks[0].path.clone_from(&gone);
     save_json(&left.paths.disks(), &left.what).unwrap();
     let waits = put_aside(&left.paths, Source::Unknown, None).waits;
     let told = format!("it stays as a part on the device {gone}");
     assert!(waits[0].contains(&told), "{waits:?}");
+    may_keep(&left.paths).unwrap();
+    let has_disks = put_aside(&left.paths, Source::HasDisks, None);
+    assert!(has_disks.waits.is_empty());
     assert!(
-        put_aside(&left.paths, Source::HasDisks, None)
-            .waits
-            .is_empty()
+        arrival(&left.paths).is_some(),
+        "it is let go once the device is there"
     );
     let settled = super::super::images::settle(&left.paths, Generation(9));
     assert_eq!(settled, Ok(()));

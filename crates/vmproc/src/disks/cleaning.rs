@@ -4,7 +4,7 @@
 //! certainly calls another image the disk. What is out of reach is removed once it is there again, and keeps no disk from moving.
 
 use super::in_place::LOOK_EVERY;
-use super::left::{Copying, remove_left};
+use super::left::{Copying, Left, remove_left};
 use super::served::{Served, ServedDisks};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
@@ -88,11 +88,14 @@ impl Served {
         }
     }
 
-    /// Tries again, now and then, to remove a copy that could not be removed: it may take the room that others need.
+    /// Tries again, now and then, to remove a copy that could not be removed: it may take the room, or the device, that others need.
     pub(super) fn clean_up_again(self: &Arc<Self>) {
         // Whoever has the turn may be in the hands of storage: no second one waits behind it.
         let is_free = self.moves.turn.try_lock().is_ok();
-        if is_free && self.what().copying.is_some() && self.moves.may_clean() {
+        let what = self.what();
+        // Of what was out of reach nobody else tells.
+        let is_due = what.copying.is_some() || what.left.iter().any(Left::is_to_go);
+        if is_free && is_due && self.moves.may_clean() {
             self.clean_up();
         }
     }

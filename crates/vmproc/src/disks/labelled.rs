@@ -110,9 +110,17 @@ pub(super) fn part_at(path: &str, name: &str) -> io::Result<Option<u64>> {
     Ok(part.map(|found| found.label.bytes))
 }
 
-/// The part with the first name gets the second one, under which nothing lets it go.
+/// The part with the first name gets the second one, under which nothing lets it go. A person may be about to let it go.
 pub(super) fn keep_part(path: &str, [name, kept]: [&str; 2]) -> io::Result<bool> {
     let file = open_device(Path::new(path), OFlags::RDWR)?;
+    let locked = lock_file(
+        &file,
+        Path::new(path),
+        Access::ReadWrite,
+        "kept",
+        FREED_WITHIN,
+    );
+    locked.map_err(io::Error::other)?;
     match label::read(file.as_fd())? {
         Some(found) if Whose::Part(name).is(&found.label) => {
             let label = Label {
@@ -153,7 +161,13 @@ pub(super) fn let_go(path: &Path, whose: &[Whose<'_>]) -> bool {
     freed.map_or_else(
         |error| {
             let path = path.display();
-            tracing::warn!(%path, %error, "what a block device holds is not let go yet");
+            match error.kind() {
+                // It is looked at again and again, and may never come back.
+                io::ErrorKind::NotFound => {
+                    tracing::debug!(%path, %error, "what a block device holds is not let go yet");
+                }
+                _ => tracing::warn!(%path, %error, "what a block device holds is not let go yet"),
+            }
             false
         },
         |()| true,
@@ -420,7 +434,7 @@ impl Served {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Labelled {
-    /// As an earlier version noted it: how long the device was is not known.
+    /// How long the device was is not known: an earlier version noted it, or its label could not be read just then.
     At(String),
     /// The device was so long when it was labelled: there the label is where the device was made longer since.
     Long { path: String, device: u64 },
@@ -430,6 +444,16 @@ impl Labelled {
     pub(super) fn of(path: &str, found: &Found) -> Self {
         let (path, device) = (path.to_owned(), found.device);
         Self::Long { path, device }
+    }
+
+    /// Of a device that a disk goes on with now.
+    pub(super) fn seen(path: &Path) -> Self {
+        let found = look(path).ok().flatten();
+        let path = path.to_string_lossy();
+        found.map_or_else(
+            || Self::At(path.to_string()),
+            |found| Self::of(&path, &found),
+        )
     }
 
     pub(super) fn path(&self) -> &String {

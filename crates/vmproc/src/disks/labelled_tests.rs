@@ -2,7 +2,7 @@
 
 use super::*;
 use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageRecord};
-use godwit_testkit::file_system::Device;
+use godwit_testkit::file_system::{DEVICE_BYTES, Device};
 use godwit_types::image::ImageId;
 use godwit_types::{Generation, HostName, VmName};
 
@@ -154,6 +154,12 @@ fn a_part_that_is_kept_is_let_go_by_nobody_who_made_it() {
     }
     place.say(part("z"), None);
     assert!(!keep_part(path, ["x", "kept"]).unwrap());
+    // Nor while somebody else writes its label.
+    let file = open_device(place.path(), OFlags::RDWR).unwrap();
+    lock_file(&file, place.path(), Access::ReadWrite, "a", Duration::ZERO).unwrap();
+    keep_part(path, ["z", "kept"]).unwrap_err();
+    assert_eq!(place.holds(), part("z"));
+    drop(file);
     // A person has it be a disk.
     crate::image::release(place.path()).unwrap();
     assert_eq!(place.holds(), Holds::Disk);
@@ -184,4 +190,18 @@ fn a_record_of_a_label_is_read_with_and_without_the_length_of_its_device() {
     let again: ServedDisks = serde_json::from_str(&text).unwrap();
     assert_eq!(device_in(&again.labelled, "/dev/vg0/web"), Some(7 << 20));
     assert_eq!(again.labelled.len(), 1);
+}
+
+/// A disk that had moved to a device was lost to its VM where the device was made longer before the next record.
+#[test]
+fn of_a_device_that_a_disk_goes_on_with_it_is_noted_how_long_it_is() {
+    let Some(place) = Place::new() else { return };
+    let path = place.path().to_str().unwrap().to_owned();
+    assert_eq!(Labelled::seen(place.path()), Labelled::At(path.clone()));
+    place.say(Holds::Disk, said(7, 3));
+    let device = DEVICE_BYTES;
+    assert_eq!(
+        Labelled::seen(place.path()),
+        Labelled::Long { path, device }
+    );
 }

@@ -336,6 +336,13 @@ impl Left {
     }
 }
 
+impl Left {
+    /// Whether it is a copy that is no disk, and is removed once it is in reach.
+    pub(super) fn is_to_go(&self) -> bool {
+        self.disk.is_empty()
+    }
+}
+
 impl Copying {
     /// Whether the disk that was being moved has its image still, and so is not this one. What is noted may be an older copy, from before
     /// the move ended; a block device is there after that, too.

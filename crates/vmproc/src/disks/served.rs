@@ -5,7 +5,6 @@
 
 use super::activity::{Gauge, waits_of};
 pub(super) use super::came::Arrival;
-use super::came::{Source, put_aside, unmake};
 use super::claim::{Taking, named};
 use super::format::must_be_raw;
 use super::images::arriving_path;
@@ -23,14 +22,14 @@ use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
-use godwit_qemu::disk::{identity_of_open, must_be_free};
+use godwit_qemu::disk::identity_of_open;
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::image::KnownImage;
 use godwit_types::migration::MigrationSpec;
-use godwit_types::vm::{DiskSpec, check_disk_bytes};
+use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Handover, Settings};
@@ -177,15 +176,30 @@ impl Served {
     /// Changes it, durably. Refused once QEMU is gone: what is written then is its successor's. Where writing fails what was
     /// written before counts, and must be written again.
     pub(super) fn change(&self, change: impl FnOnce(&mut ServedDisks)) -> Result<(), ApiError> {
+        self.change_or_keep(change, false)
+    }
+
+    /// The same, but where writing fails this process goes by the change all the same, and what is written next has it.
+    pub(super) fn go_by(&self, change: impl FnOnce(&mut ServedDisks)) -> Result<(), ApiError> {
+        self.change_or_keep(change, true)
+    }
+
+    fn change_or_keep(
+        &self,
+        change: impl FnOnce(&mut ServedDisks),
+        stays: bool,
+    ) -> Result<(), ApiError> {
         let mut what = lock(&self.what);
         if self.has_ended.load(Ordering::SeqCst) {
             return Err(internal("the VM's hypervisor has ended"));
         }
         let mut changed = ServedDisks::clone(&what);
         change(&mut changed);
-        self.write(&changed)?;
-        *what = Arc::new(changed);
-        Ok(())
+        let written = self.write(&changed);
+        if stays || written.is_ok() {
+            *what = Arc::new(changed);
+        }
+        written
     }
 
     /// Changes it for this process alone until the next change writes it, too: only what a successor finds out by itself.
@@ -197,53 +211,6 @@ impl Served {
     pub(super) fn end(&self) {
         let _what = lock(&self.what);
         self.has_ended.store(true, Ordering::SeqCst);
-    }
-
-    /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
-    pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
-        // What is written next would forget what has no end yet.
-        put_aside(&self.paths, Source::Gone, None).must_be_over()?;
-        self.save()?;
-        let made = self.make_all(migration);
-        if made.is_err() {
-            unmake(&self.paths, &migration.id);
-        }
-        made
-    }
-
-    fn make_all(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
-        let (what, mut made) = (self.what(), Made::new());
-        for spec in what.disks.iter().filter(|disk| disk.goes_along()) {
-            let named = migration.disks.iter().find(|named| named.name == spec.name);
-            let named = named
-                .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
-            check_disk_bytes(named.bytes).map_err(|why| self.refused(spec, &why))?;
-            if is_device_path(&spec.path) {
-                let file = self.make_arriving(spec, (&migration.id, named.bytes))?;
-                made.insert(spec.name.clone(), file);
-                continue;
-            }
-            must_be_free(Path::new(&spec.path)).map_err(|why| self.refused(spec, &why))?;
-            let beside = DiskSpec {
-                path: arriving_path(&spec.path, &migration.id),
-                ..spec.clone()
-            };
-            made.insert(spec.name.clone(), self.make(&beside, named.bytes)?);
-        }
-        Ok(made)
-    }
-
-    /// Makes an image with the rights of QEMU's user. Who opens it by its path compares it with this very file ([`Self::open`]): whoever
-    /// owns the directory may have put another one there.
-    pub(super) fn make(&self, spec: &DiskSpec, bytes: u64) -> Result<File, ApiError> {
-        let what = self.what();
-        let owner = User {
-            uid: what.uid,
-            gid: what.gid,
-        };
-        let reserved = reserved(&self.config);
-        let common = common_user(&self.config, &reserved);
-        user::make_disk(common, &self.config.vm, spec, bytes, owner).map(File::from)
     }
 
     /// Refuses another file than the one that was made, which is open still: else its number could be another file's.

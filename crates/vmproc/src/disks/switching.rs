@@ -105,9 +105,13 @@ impl Served {
         };
         self.must_be_mirrored(going.index, &mirror.disk)?;
         let named = PathBuf::from(&going.place.path);
-        let look = move || Ok::<_, io::Error>((identity_of(&named)?, length_of(&named)?));
+        let on_device = going.copying.is_on_device();
+        let look = move || {
+            let label = on_device.then(|| Labelled::seen(&named));
+            Ok::<_, io::Error>((identity_of(&named)?, length_of(&named)?, label))
+        };
         let found = bound.sync_within(STAND_WAIT, look);
-        let Some((found, length)) = found?.transpose()? else {
+        let Some((found, length, label)) = found?.transpose()? else {
             return Ok(None);
         };
         let path = &going.place.path;
@@ -135,7 +139,7 @@ impl Served {
         let known = self.known_of(&what, &going.place.disk);
         let before = (what, known);
         self.moves.is_switching.store(true, Ordering::SeqCst);
-        let written = self.write_switch(going);
+        let written = self.write_switch(going, label);
         // Who has not kept up is tried again; what cannot be written ends the move.
         let tries_again = written.is_ok();
         let went = written.and_then(|()| {
@@ -224,7 +228,7 @@ impl Served {
         drop(standing);
         std::thread::sleep(STAND_WAIT);
         reached("disk-move.switched");
-        self.write_switch(going)?;
+        self.write_switch(going, None)?;
         Ok(Some(began.elapsed()))
     }
 
@@ -245,7 +249,7 @@ impl Served {
     }
 
     /// From here on the second image is the disk.
-    fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
+    fn write_switch(&self, going: &Going<'_>, label: Option<Labelled>) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
         self.note_failures();
         // What is not written down yet counts, too.
@@ -265,8 +269,8 @@ impl Served {
                 disk.path.clone_from(&place.path);
                 disk.shared = place.shared;
             }
-            if going.copying.is_on_device() {
-                what.note_label(Labelled::At(place.path.clone()));
+            if let Some(label) = label {
+                what.note_label(label);
             }
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;
@@ -299,11 +303,7 @@ impl Served {
             }
             known.iter().for_each(|known| what.know(known.clone()));
         };
-        self.change(as_before).inspect_err(|_| {
-            // What is written next, before anybody serves the disk, is that the first image is it.
-            if !self.has_ended.load(Ordering::SeqCst) {
-                self.amend(as_before);
-            }
-        })
+        // What is written next, before anybody serves the disk, is that the first image is it.
+        self.go_by(as_before)
     }
 }
