@@ -4,7 +4,7 @@
 //! or make requests of its own. It is called by its disk's thread alone, never twice at a time, and must not wait: what takes
 //! time it holds, and asks to be woken.
 //!
-//! Whoever holds a request holds up its guest's stop, and QEMU with it: a filter may do so for as long as a round trip takes.
+//! Whoever holds a request holds up its guest's stop, and QEMU with it: a filter does so for as short a time as it can.
 //! One that wants fewer requests says when it takes the next one ([`Filter::opens_at`]); they stay in the guest's ring until
 //! then, where they are nobody's concern.
 
