@@ -2,7 +2,7 @@
 
 use super::*;
 use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageRecord};
-use godwit_testkit::file_system::{DEVICE_BYTES, Device};
+use godwit_testkit::file_system::Device;
 use godwit_types::image::ImageId;
 use godwit_types::{Generation, HostName, VmName};
 
@@ -199,7 +199,7 @@ fn of_a_device_that_a_disk_goes_on_with_it_is_noted_how_long_it_is() {
     let path = place.path().to_str().unwrap().to_owned();
     assert_eq!(Labelled::seen(place.path()), Labelled::At(path.clone()));
     place.say(Holds::Disk, said(7, 3));
-    let device = DEVICE_BYTES;
+    let device = 8 << 20;
     assert_eq!(
         Labelled::seen(place.path()),
         Labelled::Long { path, device }
