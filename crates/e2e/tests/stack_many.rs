@@ -127,10 +127,12 @@ fn write_vms(stack: &Stack, host: &str, model: &str, migration: &str) -> Result<
         .join(REPORTS_DIR)
         .join(format!("{migration}.json"));
     let mut report = read(&report)?;
+    let uid = spec["uid"].as_u64().context("the model has no user id")?;
     for number in 0..VMS {
         let name = format!("off-{number:03}");
         write_record(&state, &VmName::new(&name)?, &HostName::new(host)?)?;
         spec["name"] = json!(name);
+        spec["uid"] = json!(uid + 1 + number as u64);
         report["vm"] = json!(name);
         save_json(&dir(&name).join(SPEC_FILE), &spec)?;
         std::fs::create_dir_all(dir(&name).join(REPORTS_DIR))?;
