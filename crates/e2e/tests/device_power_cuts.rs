@@ -3,7 +3,7 @@
 mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine};
+use disk_load::{AT, BLOCK, BLOCKS, Load, Site, machine, without_power};
 use godwit_blockio::label::{self, Holds, Label};
 use godwit_testkit::file_system::Device;
 use godwit_testkit::testvol::{Survives, Volume};
@@ -12,7 +12,6 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::time::Instant;
 
 const CUTS: u64 = 12;
 const BYTES: u64 = (BLOCKS * BLOCK) as u64;
@@ -32,18 +31,6 @@ fn found_on(device: &Device, cut: u64) -> Result<Vec<u8>> {
     let mut content = vec![0; BYTES as usize];
     file.read_exact_at(&mut content, 0)?;
     Ok(content)
-}
-
-/// Whatever waits for the volume ends while this is done.
-fn without_power<T: Send>(volume: &Volume, work: impl FnOnce() -> T + Send) -> Result<T> {
-    std::thread::scope(|scope| {
-        let works = scope.spawn(work);
-        while !works.is_finished() {
-            volume.refuse_held();
-            std::thread::yield_now();
-        }
-        works.join().map_err(|_| anyhow::anyhow!("it panicked"))
-    })
 }
 
 fn begin(volume: &Volume, file: &Path, directory: &Path) -> Result<Option<Load>> {
@@ -95,14 +82,7 @@ fn an_acknowledged_flush_of_a_disk_on_a_labelled_device_survives_power_cuts() ->
         let found = label::read(again.as_fd())?.context("a label")?;
         label::write(again.as_fd(), Some(&found), found.label.clone())?;
         drop(again);
-        let (until, flushes) = (Instant::now() + LONG, load.flushes);
-        let more = 1 + load.chance.below(6);
-        while load.flushes < flushes + more {
-            ensure!(Instant::now() < until, "nothing is flushed");
-            load.ask();
-            load.look().with_context(|| format!("after {cut} cuts"))?;
-        }
-        load.ask();
+        load.work().with_context(|| format!("after {cut} cuts"))?;
         volume.power_off(match cut % 3 {
             0 => Survives::Nothing,
             _ => Survives::Some(cut),

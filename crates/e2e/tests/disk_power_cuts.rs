@@ -3,12 +3,12 @@
 mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine};
+use disk_load::{AT, BLOCK, BLOCKS, Load, Site, machine, without_power};
 use godwit_blockio::grow::grow;
 use godwit_testkit::testvol::{Survives, Volume};
 use std::fs::File;
 use std::os::fd::AsFd as _;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const CUTS: u64 = 30;
 
@@ -31,27 +31,14 @@ fn an_acknowledged_flush_survives_thirty_power_cuts() -> Result<()> {
     for cut in 0..CUTS {
         let disk = load.site.disk(Vec::new());
         load.boot();
-        let (until, flushes) = (Instant::now() + LONG, load.flushes);
-        let more = 1 + load.chance.below(6);
-        while load.flushes < flushes + more {
-            ensure!(Instant::now() < until, "nothing is flushed");
-            load.ask();
-            load.look().with_context(|| format!("after {cut} cuts"))?;
-        }
-        load.ask();
+        load.work().with_context(|| format!("after {cut} cuts"))?;
         volume.power_off(if cut % 3 == 0 {
             Survives::Nothing
         } else {
             Survives::Some(cut)
         });
         // It is dead like everything on that machine; what it still asks for ends here.
-        std::thread::scope(|scope| {
-            let ends = scope.spawn(|| drop(disk));
-            while !ends.is_finished() {
-                volume.refuse_held();
-                std::thread::yield_now();
-            }
-        });
+        without_power(volume, || drop(disk))?;
         volume.power_on();
         load.examine()?;
     }

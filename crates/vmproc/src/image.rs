@@ -161,8 +161,9 @@ fn invalid(message: String) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::say_on;
     use godwit_ownership::IMAGE_RECORD_FORMAT;
-    use godwit_testkit::file_system::{DEVICE_BYTES, Device};
+    use godwit_testkit::file_system::Device;
     use godwit_types::image::ImageId;
     use godwit_types::{Generation, HostName, VmName};
     use std::os::unix::fs::FileExt as _;
@@ -234,36 +235,24 @@ mod tests {
         assert_eq!(show(image.path()), Ok(None));
     }
 
+    const DEVICE: u64 = 8 << 20;
+
     /// A device, and a link to it below `/dev`, as every volume has one.
     struct Linked {
         device: Device,
         link: PathBuf,
-        _directory: tempfile::TempDir,
     }
 
     impl Linked {
         fn new(name: &str) -> Option<Self> {
-            let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-            let device = Device::over(&directory.path().join("device"), 512);
+            let device = Device::of(DEVICE)?;
             let link = PathBuf::from(format!("/dev/godwit-test-{name}-{}", std::process::id()));
-            let linked =
-                device.filter(|device| std::os::unix::fs::symlink(device.path(), &link).is_ok());
-            if linked.is_none() {
-                println!("skipped: no device can be made of a file");
-            }
-            Some(Self {
-                device: linked?,
-                link,
-                _directory: directory,
-            })
+            std::os::unix::fs::symlink(device.path(), &link).unwrap();
+            Some(Self { device, link })
         }
 
         fn open(&self) -> File {
-            let opened = File::options()
-                .read(true)
-                .write(true)
-                .open(self.device.path());
-            opened.unwrap()
+            self.device.open().unwrap()
         }
 
         fn says(&self) -> Option<Label> {
@@ -273,15 +262,7 @@ mod tests {
         }
 
         fn say(&self, holds: Holds, text: Option<Vec<u8>>) {
-            let label = Label {
-                holds,
-                bytes: 1 << 20,
-                vm: "web".to_owned(),
-                disk: "root".to_owned(),
-                text,
-            };
-            let before = label::read(self.open().as_fd()).unwrap();
-            label::write(self.open().as_fd(), before.as_ref(), label).unwrap();
+            say_on(&self.open(), holds, text);
         }
     }
 
@@ -335,7 +316,7 @@ mod tests {
         assert_eq!(release(&place.link), Ok(None));
         assert_eq!(place.says(), None, "it says that it was done");
         place.say(Holds::Disk, None);
-        let end = DEVICE_BYTES - label::ROOM / 2;
+        let end = DEVICE - label::ROOM / 2;
         place.open().write_all_at(&[7; 8], end + 64).unwrap();
         place.open().sync_all().unwrap();
         let refused = show(&place.link).unwrap_err();

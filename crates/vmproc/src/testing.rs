@@ -6,6 +6,7 @@ use crate::renewal::Handed;
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::vm::Vm;
+use godwit_blockio::label::{self, Holds, Label};
 use godwit_guestmem::{Owner, RamFile};
 use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
@@ -18,12 +19,27 @@ use godwit_types::vm::{Accelerator, UIDS, VmSpec};
 use godwit_types::{ApiError, Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
+
+/// Has a device say that it holds this of disk `root` of VM `web`, in the words of whoever had it.
+pub(crate) fn say_on(device: &File, holds: Holds, text: Option<Vec<u8>>) {
+    let before = label::read(device.as_fd()).unwrap();
+    let label = Label {
+        holds,
+        bytes: 1 << 20,
+        vm: "web".to_owned(),
+        disk: "root".to_owned(),
+        text,
+    };
+    label::write(device.as_fd(), before.as_ref(), label).unwrap();
+}
 
 /// A request that the VM's thread answers at once.
 pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {

@@ -4,6 +4,7 @@
 use anyhow::Result;
 use godwit_blockio::label::{self, Label};
 use godwit_blockio::{Access, Image};
+use godwit_testkit::file_system;
 use std::fs::{File, Permissions};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
@@ -15,28 +16,27 @@ static NUMBER: AtomicU32 = AtomicU32::new(0);
 
 /// A loop device and its node, gone with the value.
 pub struct Node {
-    number: PathBuf,
     path: PathBuf,
+    // Dropped after its node is gone.
+    _device: file_system::Device,
 }
 
 impl Node {
     /// Of a device over a new file with so many bytes. Nothing where none can be made.
     pub fn over(file: &Path, bytes: u64, path: PathBuf) -> Result<Option<Self>> {
         File::create(file)?.set_len(bytes)?;
-        let made = Command::new("losetup")
-            .args(["--find", "--show"])
-            .arg(file)
-            .output()?;
-        if !made.status.success() {
-            println!("skipped: {}", String::from_utf8_lossy(&made.stderr));
+        let Some(device) = file_system::Device::on(file) else {
+            println!("skipped: no device can be made of a file");
             return Ok(None);
-        }
-        let number = PathBuf::from(String::from_utf8(made.stdout)?.trim());
-        let node = Self { number, path };
+        };
         let copied = Command::new("cp")
             .arg("--archive")
-            .args([&node.number, &node.path])
+            .args([device.path(), &path])
             .status()?;
+        let node = Self {
+            path,
+            _device: device,
+        };
         if !copied.success() || File::open(&node.path).is_err() {
             println!("skipped: no node of a device can be made here");
             return Ok(None);
@@ -53,7 +53,6 @@ impl Node {
 impl Drop for Node {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
-        let _ = Command::new("losetup").arg("-d").arg(&self.number).status();
     }
 }
 

@@ -10,7 +10,9 @@ use common::{out, places};
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
 use godwit_testkit::testvol;
+use godwit_testkit::testvol::Volume;
 use std::path::Path;
+use std::time::Instant;
 
 /// Where a machine has a volume whose power can be cut.
 pub const AT: &str = "/var/lib/volume";
@@ -96,6 +98,19 @@ impl Load {
         self.guest.kick(0);
     }
 
+    /// Until some more flushes are answered; requests are under way then.
+    pub fn work(&mut self) -> Result<()> {
+        let (until, flushes) = (Instant::now() + LONG, self.flushes);
+        let more = 1 + self.chance.below(6);
+        while self.flushes < flushes + more {
+            ensure!(Instant::now() < until, "nothing is flushed");
+            self.ask();
+            self.look()?;
+        }
+        self.ask();
+        Ok(())
+    }
+
     pub fn look(&mut self) -> Result<()> {
         while let Some((head, _)) = self.guest.answered(0) {
             let place = head as usize / 3;
@@ -170,4 +185,16 @@ pub fn machine(name: &str) -> Result<Option<Machine>> {
     let mut machine = Machine::start(&plan)?;
     machine.mount_volume(Path::new(AT))?;
     Ok(Some(machine))
+}
+
+/// Whatever waits for the volume ends while this is done.
+pub fn without_power<T: Send>(volume: &Volume, work: impl FnOnce() -> T + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let works = scope.spawn(work);
+        while !works.is_finished() {
+            volume.refuse_held();
+            std::thread::yield_now();
+        }
+        works.join().map_err(|_| anyhow::anyhow!("it panicked"))
+    })
 }

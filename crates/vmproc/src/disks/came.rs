@@ -8,7 +8,7 @@
 use super::Disks;
 use super::entry::{Entry, Found};
 use super::images::{along, arrival, arriving_path, forget, remove};
-use super::labelled::{Whose, arriving_name, is_away, keep_part, let_go, name_in, part_at};
+use super::labelled::{Whose, arriving_name, keep_part, let_go, name_in, part_at};
 use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
@@ -295,17 +295,8 @@ impl Came<'_> {
         let bytes = match part_at(path, &name) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return true,
-            // As of a file system that is not mounted: nobody waits for it who knows what is to become of it.
-            Err(error) if is_away(Path::new(path)) && source == Source::HasDisks => {
-                tracing::warn!(path, %error, "what came to a device is let go once that is there again");
-                return false;
-            }
-            Err(error) if is_away(Path::new(path)) && source == Source::Gone => {
-                aside.kept.push(format!(
-                    "what came of disk '{}' with migration {id} is on the device {path}, which is not there now ({error}): its label tells of it, and nothing else does any more; 'godwit image release {path}' calls it a disk once it is there again",
-                    self.disk.name
-                ));
-                return true;
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return self.settle_away(source, &error, aside);
             }
             Err(error) => return self.stays_on_device(&error, aside),
         };
@@ -332,6 +323,25 @@ impl Came<'_> {
                 }
                 Err(error) => self.stays_on_device(&error, aside),
             },
+        }
+    }
+
+    /// As [`Self::settle`], where the device is not there: as of a file system that is not mounted, nobody waits for it who knows what is to become of it.
+    fn settle_away(&self, source: Source, error: &io::Error, aside: &mut Aside) -> bool {
+        let (path, id) = (&self.disk.path, &self.arrival.migration);
+        match source {
+            Source::Unknown => self.stays_on_device(error, aside),
+            Source::HasDisks => {
+                tracing::warn!(path, %error, "what came to a device is let go once that is there again");
+                false
+            }
+            Source::Gone => {
+                aside.kept.push(format!(
+                    "what came of disk '{}' with migration {id} is on the device {path}, which is not there now ({error}): its label tells of it, and nothing else does any more; 'godwit image release {path}' calls it a disk once it is there again",
+                    self.disk.name
+                ));
+                true
+            }
         }
     }
 

@@ -33,7 +33,7 @@ pub(super) fn noted(paths: &Paths) -> Vec<Left> {
 
 /// The VM is not here any more: notes those that moves on this host left, and with it those that it had when it left.
 pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
-    let left = what.left.iter().filter(|left| !left.disk.is_empty());
+    let left = what.left.iter().filter(|left| !left.is_to_go());
     let mut devices: Vec<Left> = left.cloned().collect();
     if went_along {
         let own = what.disks.iter().zip(&what.images);

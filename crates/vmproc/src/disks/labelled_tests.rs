@@ -1,6 +1,7 @@
 //! What is let go of a device, called whole and kept, and what is not.
 
 use super::*;
+use crate::testing::say_on;
 use godwit_ownership::{IMAGE_RECORD_FORMAT, ImageRecord};
 use godwit_testkit::file_system::Device;
 use godwit_types::image::ImageId;
@@ -20,19 +21,12 @@ impl Place {
 
     fn say(&self, holds: Holds, text: Option<Vec<u8>>) {
         let file = open_device(self.path(), OFlags::RDWR).unwrap();
-        let before = label::read(file.as_fd()).unwrap();
         if holds == Holds::Nothing {
+            let before = label::read(file.as_fd()).unwrap();
             label::let_go(file.as_fd(), before.as_ref()).unwrap();
             return;
         }
-        let label = Label {
-            holds,
-            bytes: 1 << 20,
-            vm: "web".to_owned(),
-            disk: "root".to_owned(),
-            text,
-        };
-        label::write(file.as_fd(), before.as_ref(), label).unwrap();
+        say_on(&file, holds, text);
     }
 
     fn holds(&self) -> Holds {

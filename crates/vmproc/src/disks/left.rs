@@ -288,7 +288,7 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
         let former = FormerImage {
             followed: left.followed,
             is_disk,
-            is_guarded: is_device(left.image) && !left.disk.is_empty() && !is_told,
+            is_guarded: is_device(left.image) && !left.is_to_go() && !is_told,
         };
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,

@@ -40,11 +40,19 @@ fn a_disk_that_is_larger_than_any_may_be_is_not_made_for_the_vm_that_comes() {
     }
 }
 
+/// The disks of a QEMU that has none, but for what this changes.
+fn served(site: &Site, change: impl FnOnce(&mut ServedDisks)) -> Served {
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let mut what = ServedDisks::none(1, (0, 0));
+    change(&mut what);
+    std::fs::create_dir_all(&site.paths.state).unwrap();
+    Served::new(&site.config, &site.paths, what, &Arc::new(ram), None)
+}
+
 #[test]
 fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_it() {
     let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
     let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
-    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
     let copying = Copying {
         disk: "root".into(),
         path: at("new"),
@@ -52,12 +60,7 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
         image: None,
         known: None,
     };
-    let what = ServedDisks {
-        copying: Some(copying.clone()),
-        ..ServedDisks::none(1, (0, 0))
-    };
-    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
-    std::fs::create_dir_all(&site.paths.state).unwrap();
+    let served = served(&site, |what| what.copying = Some(copying.clone()));
     std::fs::write(&copying.beside, "half").unwrap();
     // Nothing can be written where the next record would be.
     let next = format!("{}.new", site.paths.disks().display());
@@ -74,7 +77,6 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
 #[test]
 fn a_device_that_is_gone_since_a_move_to_it_began_keeps_no_disk_from_moving() {
     let site = Site::new();
-    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
     let path = format!("/dev/godwit-test-gone-{}", std::process::id());
     let copying = Copying {
         disk: "root".into(),
@@ -83,12 +85,7 @@ fn a_device_that_is_gone_since_a_move_to_it_began_keeps_no_disk_from_moving() {
         image: Some((0x700, 0)),
         known: None,
     };
-    let what = ServedDisks {
-        copying: Some(copying.clone()),
-        ..ServedDisks::none(1, (0, 0))
-    };
-    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
-    std::fs::create_dir_all(&site.paths.state).unwrap();
+    let served = served(&site, |what| what.copying = Some(copying.clone()));
     served.save().unwrap();
     served.remove_copy(&copying).unwrap();
     assert!(served.is_clean());
@@ -101,10 +98,7 @@ fn a_device_that_is_gone_since_a_move_to_it_began_keeps_no_disk_from_moving() {
 #[test]
 fn what_could_not_be_written_is_due_until_it_is_written_and_no_longer() {
     let site = Site::new();
-    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
-    let what = ServedDisks::none(1, (0, 0));
-    let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
-    std::fs::create_dir_all(&site.paths.state).unwrap();
+    let served = served(&site, |_| ());
     let next = format!("{}.new", site.paths.disks().display());
     std::fs::create_dir(&next).unwrap();
     served.change(|_| ()).unwrap_err();
