@@ -3,6 +3,7 @@
 //! Of a VM that is deleted nothing stays, also where the host dies in between: the generation under which it is held is noted before its record
 //! lets it go, and forgotten once all else is. Owns nothing. Refuses: to change anything of a VM that this host may hold.
 
+use crate::disk_record::DiskRecord;
 use crate::records::{Records, stored};
 use godwit_ownership::HostRecord;
 use godwit_store::{load_json, remove_document, save_json};
@@ -10,7 +11,7 @@ use godwit_types::host_api::{
     DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IMAGES_FILE, SPEC_FILE, WENT_ON_FILE,
 };
 use godwit_types::{ApiError, Generation, VmName};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// In a VM's state directory while it is deleted: the generation under which it was held.
 const DELETING_FILE: &str = "deleting.json";
@@ -38,37 +39,15 @@ impl Records {
         }
         match record.may_hold() {
             true => Ok(()),
-            false => self.leave_former(vm),
-        }
-    }
-
-    /// Former images that could not be removed before the VM left are of no disk any more: a description that names one of them follows to no
-    /// image of that time. One that no description followed away from is left where it is.
-    fn leave_former(&self, vm: &VmName) -> Result<(), ApiError> {
-        let path = self.dir(vm).join(DISKS_FILE);
-        // One that cannot be read is the VM process's to tell of.
-        let Ok(Some(mut what)) = load_json::<serde_json::Value>(&path) else {
-            return Ok(());
-        };
-        let left = what
-            .get_mut("left")
-            .and_then(serde_json::Value::as_array_mut);
-        let Some(left) = left else {
-            return Ok(());
-        };
-        let before = left.clone();
-        left.retain(|left| left["followed"] == true);
-        left.iter_mut().for_each(|left| left["disk"] = "".into());
-        match *left == before {
-            true => Ok(()),
-            false => save_json(&path, &what).map_err(stored),
+            false => DiskRecord::leave_former(&self.dir(vm)).map_err(stored),
         }
     }
 
     /// Another VM of this name begins with none, and no VM process begins for this one.
     pub(crate) fn end_deletion(&self, vm: &VmName) -> Result<(), ApiError> {
-        for path in self.what_came(vm) {
-            tracing::warn!(%vm, path, "an image that came with a migration is left there: nothing of Godwit knows of it any more");
+        let stays = DiskRecord::in_directory(&self.dir(vm)).map(|record| record.stays());
+        for what in stays.into_iter().flatten() {
+            tracing::warn!(%vm, "the VM is deleted, and nothing of Godwit knows any more of what it leaves: {what}");
         }
         for name in [
             DISK_MOVES_FILE,
@@ -83,21 +62,6 @@ impl Records {
         }
         Ok(())
     }
-
-    /// Images that came with a VM whose migration ended elsewhere, and that wait for a word of their source.
-    pub(crate) fn what_came(&self, vm: &VmName) -> Vec<String> {
-        let what = load_json::<serde_json::Value>(&self.dir(vm).join(DISKS_FILE));
-        let what = what.ok().flatten().unwrap_or_default();
-        let Some(migration) = what["arriving"]["migration"].as_str() else {
-            return Vec::new();
-        };
-        let disks = what["disks"].as_array().into_iter().flatten();
-        let paths = disks.filter_map(|disk| disk["path"].as_str());
-        paths
-            .map(|path| format!("{path}.arriving-{migration}"))
-            .filter(|path| Path::new(path).exists())
-            .collect()
-    }
 }
 
 #[cfg(test)]
@@ -106,6 +70,7 @@ mod tests {
     use crate::api::tests::put;
     use godwit_ownership::Event;
     use godwit_types::HostName;
+    use godwit_types::vm::DiskSpec;
     use serde_json::json;
 
     /// A record of a VM whose disk has moved and whose description does not say so yet: the next one's would follow to the old image.
@@ -152,7 +117,8 @@ mod tests {
         records.delete(&web, Some(Generation(2))).unwrap();
         let disks = records.dir(&web).join(DISKS_FILE);
         let of = |disk: &str, followed: bool| json!({"disk": disk, "path": "/old", "image": [1, 2], "followed": followed});
-        let written = |left: serde_json::Value| json!({"launch": 1, "disks": [{"name": "root", "path": "/new"}], "left": left});
+        let now = [DiskSpec::new("root", "/new")];
+        let written = |left: serde_json::Value| json!({"launch": 1, "disks": now, "left": left});
         // Its images could not be removed when it left.
         save_json(
             &disks,

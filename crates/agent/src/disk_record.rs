@@ -1,25 +1,84 @@
 //! What a VM process has written of its VM's disks, as far as the agent needs it where it asks none.
 //!
-//! The form of that file is the VM process's (`vmproc`, `disks/served.rs`), whose crate the agent does not have. Owns nothing. Refuses nothing: what
-//! cannot be read says nothing.
+//! The form of that file is the VM process's (`vmproc`, `disks/served.rs`), whose crate the agent does not have; one example binds both. What the agent does
+//! not need of it is kept as it is. Owns nothing. Refuses nothing: what cannot be read says nothing.
 
 use godwit_blockio::label::End;
-use godwit_store::load_json;
-use godwit_types::datastore::{Datastores, datastore_of};
+use godwit_store::{StoreError, load_json, save_json};
+use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::host_api::DISKS_FILE;
-use serde_json::Value;
+use godwit_types::vm::DiskSpec;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// The record of one VM's disks.
-#[derive(Debug, Default)]
-pub(crate) struct DiskRecord(Value);
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct DiskRecord {
+    #[serde(default)]
+    disks: Vec<DiskSpec>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    arriving: Option<Arriving>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    copying: Option<Copying>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left: Vec<Left>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    labelled: Vec<Labelled>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// Disks that come with a migration.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Arriving {
+    migration: String,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// A disk that is moved on this host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Copying {
+    path: String,
+    /// Its name until it is whole.
+    beside: String,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// An image that a disk had before it moved on this host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Left {
+    /// Empty where it is no disk's any more.
+    disk: String,
+    path: String,
+    /// Whether the VM's description says where the disk is since.
+    #[serde(default)]
+    followed: bool,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// A block device that bears a label, and how long it was when it got that, if it is known.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Labelled {
+    At(String),
+    Long { path: String, device: u64 },
+}
 
 impl DiskRecord {
     /// That of a VM with these directories. What stands in the run directory counts first: no backup brings that back.
     pub(crate) fn load(run_dir: &Path, state_dir: &Path) -> Self {
-        let read = |dir: &Path| load_json::<Value>(&dir.join(DISKS_FILE)).ok().flatten();
-        let record = read(run_dir).or_else(|| read(state_dir));
-        Self(record.unwrap_or_default())
+        let run = Self::in_directory(run_dir);
+        run.or_else(|| Self::in_directory(state_dir))
+            .unwrap_or_default()
+    }
+
+    /// What the file in this directory says, if there is one that can be read.
+    pub(crate) fn in_directory(dir: &Path) -> Option<Self> {
+        load_json(&dir.join(DISKS_FILE)).ok().flatten()
     }
 
     /// Where the disk on the device with this path ends. What a guest writes at the end of a device that is its disk may look like a label.
@@ -27,27 +86,62 @@ impl DiskRecord {
         if let Some(device) = self.labelled(path) {
             return End::ByLabel(device);
         }
+        let is_disk = self.disks.iter().any(|disk| disk.path == path);
         match datastore_of(stores, path) {
-            Some((_, store)) if store.is_device() && !self.has(path) => End::ByLabel(None),
+            Some((_, store)) if store.is_device() && !is_disk => End::ByLabel(None),
             _ => End::OfDevice,
         }
     }
 
-    fn list(&self, name: &str) -> impl Iterator<Item = &Value> {
-        self.0[name].as_array().into_iter().flatten()
-    }
-
-    /// Whether a disk has this path.
-    fn has(&self, path: &str) -> bool {
-        self.list("disks").any(|disk| disk["path"] == path)
-    }
-
-    /// Whether the device with this path bears a label, and how long it was when it got that, if it is known.
     fn labelled(&self, path: &str) -> Option<Option<u64>> {
-        self.list("labelled").find_map(|label| match label {
-            Value::String(own) => (own == path).then_some(None),
-            label => (label["path"] == path).then(|| label["device"].as_u64()),
+        self.labelled.iter().find_map(|label| match label {
+            Labelled::At(own) => (own == path).then_some(None),
+            Labelled::Long { path: own, device } => (own == path).then_some(Some(*device)),
         })
+    }
+
+    /// Former images that could not be removed before the VM left are of no disk any more: a description that names one of them follows to no
+    /// image of that time. One that no description followed away from is left where it is. Written only where that changes something.
+    pub(crate) fn leave_former(dir: &Path) -> Result<(), StoreError> {
+        // One that cannot be read is the VM process's to tell of.
+        let Some(before) = Self::in_directory(dir) else {
+            return Ok(());
+        };
+        let mut now = before.clone();
+        now.left.retain(|left| left.followed);
+        now.left.iter_mut().for_each(|left| left.disk.clear());
+        match now == before {
+            true => Ok(()),
+            false => save_json(&dir.join(DISKS_FILE), &now),
+        }
+    }
+
+    /// What nothing of Godwit knows any more once this is forgotten, each a sentence for people. No device is asked.
+    pub(crate) fn stays(&self) -> Vec<String> {
+        let came = self.came().map(|came| match is_device_path(&came) {
+            true => format!("what came with a migration may be on the device that '{came}' names: its label tells"),
+            false => format!("an image that came with a migration stays: {came}"),
+        });
+        let copying = self.copying.iter().map(|copying| {
+            let (path, beside) = (&copying.path, &copying.beside);
+            format!("an image that is not whole may stay: {beside}, or {path}")
+        });
+        let left = self.left.iter().map(|left| {
+            let path = &left.path;
+            format!("an image that a disk had before it moved stays: {path}")
+        });
+        came.chain(copying).chain(left).collect()
+    }
+
+    /// Images that came with a VM whose migration ended elsewhere, and that wait for a word of their source. On a device that is the name of
+    /// a part which it may hold.
+    fn came(&self) -> impl Iterator<Item = String> {
+        let migration = self.arriving.iter().map(|arriving| &arriving.migration);
+        let paths = migration.flat_map(|migration| {
+            let along = self.disks.iter().filter(|disk| disk.goes_along());
+            along.map(move |disk| format!("{}.arriving-{migration}", disk.path))
+        });
+        paths.filter(|path| is_device_path(path) || Path::new(path).exists())
     }
 }
 
@@ -67,7 +161,7 @@ mod tests {
         assert_eq!(of("/dev/vg0/lun"), End::ByLabel(None));
         let write = |dir: &tempfile::TempDir, labelled: &str| {
             let text = format!(
-                r#"{{"disks":[{{"path":"/dev/vg0/web"}},{{"path":"/dev/vg0/lun"}}]{labelled}}}"#
+                r#"{{"disks":[{{"name":"root","path":"/dev/vg0/web"}},{{"name":"data","path":"/dev/vg0/lun"}}]{labelled}}}"#
             );
             std::fs::write(dir.path().join(DISKS_FILE), text).unwrap();
         };
@@ -82,5 +176,38 @@ mod tests {
         );
         assert_eq!(of("/dev/vg0/web"), End::ByLabel(Some(8 << 20)));
         assert_eq!(of("/dev/vg0/lun"), End::OfDevice);
+    }
+
+    /// As a VM process writes it: that one's tests read the same example.
+    const WRITTEN: &str = include_str!("../../vmproc/testdata/disks.json");
+
+    #[test]
+    fn a_record_that_a_vm_process_wrote_is_read_and_loses_nothing_when_it_is_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(DISKS_FILE);
+        std::fs::write(&path, WRITTEN).unwrap();
+        let written: Value = serde_json::from_str(WRITTEN).unwrap();
+        let record = DiskRecord::in_directory(dir.path()).unwrap();
+        assert_eq!(serde_json::to_value(&record).unwrap(), written);
+        DiskRecord::leave_former(dir.path()).unwrap();
+        let mut left = written;
+        left["left"].as_array_mut().unwrap().truncate(1);
+        left["left"][0]["disk"] = "".into();
+        assert_eq!(load_json::<Value>(&path).unwrap(), Some(left));
+    }
+
+    #[test]
+    fn whatever_is_left_of_a_vm_that_is_deleted_is_named_and_no_device_is_asked() {
+        let record: DiskRecord = serde_json::from_str(WRITTEN).unwrap();
+        let stays = record.stays();
+        let named = [
+            "/dev/vg0/web.arriving-m-2",
+            "/fast/.root.raw.moving-1, or /fast/root.raw",
+            "moved stays: /slow/root.raw",
+            "moved stays: /slow/data.raw",
+        ];
+        assert_eq!(stays.len(), named.len(), "{stays:?}");
+        let mut both = stays.iter().zip(named);
+        assert!(both.all(|(said, named)| said.contains(named)), "{stays:?}");
     }
 }

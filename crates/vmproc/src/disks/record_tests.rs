@@ -160,3 +160,11 @@ fn what_a_guest_has_is_in_its_run_directory_again_once_somebody_looks() {
     let paths = &back.site.paths;
     assert!(!paths.disks().exists() && !paths.living_disks().exists());
 }
+
+#[test]
+fn a_record_is_written_in_the_form_that_the_agent_reads() {
+    const WRITTEN: &str = include_str!("../../testdata/disks.json");
+    let what: ServedDisks = serde_json::from_str(WRITTEN).unwrap();
+    let example: serde_json::Value = serde_json::from_str(WRITTEN).unwrap();
+    assert_eq!(serde_json::to_value(what).unwrap(), example);
+}
