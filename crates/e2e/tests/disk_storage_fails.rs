@@ -3,7 +3,7 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, Fragile, LONG, LOOK_EVERY, Site, begin_move, progress};
+use disk_site::{Answering, Fragile, LONG, LOOK_EVERY, Site, begin_move, does_at, own, progress};
 use godwit_e2e::obedient::{Deed, order};
 use godwit_e2e::pair::Options;
 use godwit_testkit::testvol;
@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 /// A guest that nobody holds back comes a round further within this time, however busy the machine is. A destination that hangs may hold
 /// its writes back for half a second.
 const GUEST_WAITS: Duration = Duration::from_secs(3);
+
+/// So soon a VM process answers whose guest is elsewhere, however busy the machine is.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(20);
 
 /// What becomes of the storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -245,5 +248,41 @@ fn a_guest_that_is_reset_while_the_destination_hangs_begins_anew_at_once() -> Re
         let took = asked.elapsed();
         ensure!(took < Duration::from_secs(2), "it took {took:?}");
         Ok(())
+    })
+}
+
+/// What came of the disk cannot be settled, since its storage hangs: that holds up nobody who asks.
+#[test]
+fn a_host_whose_storage_hangs_under_what_came_of_a_disk_answers_and_takes_no_vm_meanwhile()
+-> Result<()> {
+    apart(|mounts| {
+        let fragile = Fragile::of_hosts(mounts)?;
+        let site = &fragile.site;
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        does_at(a, "source.disks-copied", "hold")?;
+        let id = site.pair.begin(a, b, &Options::default())?;
+        a.wait_fault(LONG)?;
+        // Its source cannot say that it has the disk.
+        let image = own(a, &site.path);
+        let away = image.with_extension("away");
+        std::fs::rename(&image, &away)?;
+        a.signal_kill()?;
+        site.ends(&id, Outcome::Failed)?;
+        site.pair.wait_end(b, &id, LONG)?;
+        fragile.volume.change(|settings| settings.hangs = true);
+        fragile.volume.wait_held(1, LONG)?;
+        b.vm_within(ANSWERS_WITHIN)?;
+        let (_, begun) = site.pair.try_begin(a, b, &Options::default())?;
+        let refused = begun.err().context("another one comes")?.to_string();
+        ensure!(refused.contains("its storage does not answer"), "{refused}");
+        std::fs::rename(&away, &image)?;
+        site.goes_on(a, 20)?;
+        b.vm_within(ANSWERS_WITHIN)?;
+        ensure!(fragile.volume.counts().held > 0, "it did not hang");
+        fragile.is_mended();
+        site.has_nothing(b)?;
+        site.pair.migrate(a, b, &Options::default())?;
+        site.goes_on(b, 20)?;
+        site.is_whole(b)
     })
 }

@@ -190,7 +190,7 @@ impl Disk {
         match is_idle.recv_timeout(patience) {
             Ok(()) => Ok(()),
             Err(RecvTimeoutError::Timeout) => Err(Error::Busy {
-                under_way: self.status()?.under_way,
+                under_way: self.glance()?.under_way,
                 waited: patience,
             }),
             Err(RecvTimeoutError::Disconnected) => Err(Error::Ended),
@@ -264,6 +264,11 @@ impl Disk {
     /// How the disk is.
     pub fn status(&self) -> Result<Status, Error> {
         self.ask(Command::Status)
+    }
+
+    /// As [`Self::status`], for whoever cannot wait longer than this.
+    pub fn status_within(&self, limit: Duration) -> Result<Status, Error> {
+        self.ask_within(limit, Command::Status)
     }
 
     /// As [`Self::status`], for whoever asks again and again: a disk that has not answered the last time is silent at once.

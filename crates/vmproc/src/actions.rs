@@ -424,7 +424,10 @@ impl Vm {
     /// that went along with one whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
     pub(crate) fn clean_disks(&mut self) {
         match &self.core.record().phase {
-            HostPhase::Moved { migration, .. } => disks::leave(&self.paths, migration),
+            HostPhase::Moved { migration, .. } => {
+                let (paths, migration) = (self.paths.clone(), migration.clone());
+                self.disk_work.run(move || disks::leave(&paths, &migration));
+            }
             HostPhase::Absent | HostPhase::Incoming { .. } | HostPhase::Refused { .. } => {
                 self.clean_what_came();
             }

@@ -56,7 +56,12 @@ impl Vm {
             } if id.as_ref() == Some(migration) => Some(*generation),
             _ => None,
         };
-        let aside = disks::put_aside(&self.paths, source, promised);
+        let paths = self.paths.clone();
+        let work = move || disks::put_aside(&paths, source, promised);
+        let Some(aside) = self.disk_work.run(work) else {
+            self.came.looked = Some(Instant::now());
+            return;
+        };
         let kept = aside.kept.iter();
         kept.for_each(|sentence| tracing::warn!("{sentence}"));
         self.came.looked = (!aside.waits.is_empty()).then(Instant::now);
@@ -133,7 +138,7 @@ impl Vm {
 
     /// A person says that a host is gone for good: if the VM was to come from it, what came of its disks is kept, whatever happens to
     /// this process.
-    pub(crate) fn source_is_gone(&self, host: &HostName) -> Result<(), ApiError> {
+    pub(crate) fn source_is_gone(&mut self, host: &HostName) -> Result<(), ApiError> {
         let is_elsewhere = match &self.core.record().phase {
             Phase::Absent
             | Phase::Incoming { .. }
@@ -150,7 +155,10 @@ impl Vm {
         }
         match &self.hyper {
             Some(hyper) => hyper.disks.source_is_gone(),
-            None => disks::source_is_gone(&self.paths),
+            None => {
+                self.disk_work.must_be_over()?;
+                disks::source_is_gone(&self.paths)
+            }
         }
     }
 
@@ -158,6 +166,7 @@ impl Vm {
     /// moment where that is the same one, which is asked just now; where a part of a disk is kept already; and where nothing can be kept, since
     /// nobody would know any more whom to ask.
     pub(crate) fn comes_anew(&mut self, from: &HostName) -> Result<(), ApiError> {
+        self.disk_work.must_be_over()?;
         let Some(id) = disks::what_came(&self.paths) else {
             return Ok(());
         };
@@ -168,8 +177,11 @@ impl Vm {
                 return Err(self.not_answered(from, &id));
             }
         }
-        disks::may_keep(&self.paths)?;
-        disks::put_aside(&self.paths, Source::Gone, None).must_be_over()?;
+        let paths = self.paths.clone();
+        self.disk_work.must(move || {
+            disks::may_keep(&paths)?;
+            disks::put_aside(&paths, Source::Gone, None).must_be_over()
+        })??;
         self.came = Came::default();
         Ok(())
     }

@@ -216,7 +216,8 @@ impl Disks {
     pub(crate) fn rest(&self) -> Result<Vec<Option<u16>>, String> {
         let until = Instant::now() + REST_WAIT;
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
-        let lives = disks.iter().map(|disk| life(disk.as_ref()?)).collect();
+        let lives = disks.iter().map(|disk| life(disk.as_ref()?, until));
+        let lives = lives.collect();
         for (disk, spec) in disks.iter().zip(&what.disks) {
             let left = until.saturating_duration_since(Instant::now());
             match disk {
@@ -239,16 +240,20 @@ impl Disks {
     /// Whether a stopped QEMU has all its queues back over the connections that it had before, and nothing is under way: then
     /// its devices can be saved. What is only noted as under way would stay here.
     pub(crate) fn are_at_rest(&self, lives: &[Option<u16>]) -> Result<(), String> {
+        let until = Instant::now() + REST_WAIT;
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
         for ((disk, before), spec) in disks.iter().zip(lives).zip(&what.disks) {
             let name = &spec.name;
-            let disk = disk.as_ref().filter(|disk| life(disk) == *before);
+            let disk = disk.as_ref().filter(|disk| life(disk, until) == *before);
             let Some(disk) = disk else {
                 return Err(format!(
                     "QEMU was not connected to disk '{name}' all the time"
                 ));
             };
-            let status = disk.status().map_err(|error| told(spec, &error))?;
+            let left = until.saturating_duration_since(Instant::now());
+            let status = disk
+                .status_within(left)
+                .map_err(|error| told(spec, &error))?;
             if status.running > 0 {
                 return Err(format!("QEMU has not got all queues of disk '{name}' back"));
             }
@@ -422,9 +427,10 @@ fn told(spec: &DiskSpec, error: &godwit_vhost::Error) -> String {
     format!("disk '{}': {error}", spec.name)
 }
 
-/// The number of QEMU's connection to a disk, once it is done with what it does first.
-fn life(disk: &Disk) -> Option<u16> {
-    let status = disk.status().ok()?;
+/// The number of QEMU's connection to a disk, once it is done with what it does first; none where it does not answer in time.
+fn life(disk: &Disk, until: Instant) -> Option<u16> {
+    let left = until.saturating_duration_since(Instant::now());
+    let status = disk.status_within(left).ok()?;
     status.is_settled().then_some(status.life)
 }
 

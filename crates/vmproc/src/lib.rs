@@ -22,6 +22,7 @@ mod closing_tests;
 mod console;
 mod destination;
 mod disk_moves;
+mod disk_work;
 mod disks;
 mod faults;
 mod files;

@@ -9,6 +9,7 @@ use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Known, Looked};
 use crate::came::Came;
 use crate::console::Desk;
+use crate::disk_work::DiskWork;
 use crate::disks;
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
@@ -227,6 +228,7 @@ impl Adopted {
             received,
             migration: None,
             measuring: None,
+            disk_work: DiskWork::default(),
             resizes: false,
             note: seat.note,
             reports: VecDeque::new(),
@@ -285,6 +287,9 @@ impl Vm {
 
     /// The VM is held under this generation and has no QEMU: what moves of its disks left is settled, and what came with it.
     pub(crate) fn settle_images(&mut self, generation: Generation) -> Result<(), String> {
+        self.disk_work
+            .must_be_over()
+            .map_err(|error| error.message)?;
         disks::settle_moves(&self.paths, self.spec.as_mut())?;
         disks::settle(&self.paths, generation)
     }

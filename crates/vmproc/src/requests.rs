@@ -90,7 +90,7 @@ impl Vm {
     }
 
     /// What is under way would end with this program.
-    fn refuse_renewal(&self) -> Result<(), ApiError> {
+    fn refuse_renewal(&mut self) -> Result<(), ApiError> {
         if let Some(moving) = &self.migration {
             let message = format!(
                 "VM '{}' keeps its VM process while migration '{}' is under way: wait for its end",
@@ -98,6 +98,8 @@ impl Vm {
             );
             return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
         }
+        // The kernel begins no other program before each thread of this one has ended.
+        self.disk_work.must_be_over()?;
         self.refuse_while_disks_move()
     }
 

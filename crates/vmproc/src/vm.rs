@@ -5,6 +5,7 @@
 
 use crate::ask::{Later, Now};
 use crate::came::Came;
+use crate::disk_work::DiskWork;
 use crate::disks;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
@@ -64,6 +65,8 @@ pub(crate) struct Vm {
     pub received: Receiver<Input>,
     pub migration: Option<Migration>,
     pub measuring: Option<Measuring>,
+    /// Work on what is left of disks without a QEMU.
+    pub disk_work: DiskWork,
     /// Whether a thread makes a disk larger.
     pub resizes: bool,
     pub note: Option<MigrationNote>,
@@ -194,7 +197,11 @@ impl Vm {
     pub(crate) fn follow_disks(&mut self) {
         let followed = match (&self.hyper, &mut self.spec) {
             (Some(hyper), Some(spec)) => hyper.disks.follow_moves(&self.paths, spec),
-            (None, spec) => disks::settle_moves(&self.paths, spec.as_mut()),
+            (None, spec) => self
+                .disk_work
+                .must_be_over()
+                .map_err(|error| error.message)
+                .and_then(|()| disks::settle_moves(&self.paths, spec.as_mut())),
             (Some(_), None) => Ok(()),
         };
         if let Err(why) = followed {
@@ -217,6 +224,7 @@ impl Vm {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
             || self.resizes
+            || self.disk_work.is_under_way()
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
             || self.came.waits()

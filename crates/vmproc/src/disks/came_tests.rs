@@ -162,7 +162,7 @@ fn a_disk_whose_source_a_person_gives_up_is_kept_and_the_answer_says_where_and_w
 #[test]
 fn a_person_s_word_is_durable_before_it_is_decided_and_a_successor_keeps_what_came() {
     let left = came(Some(2));
-    let vm = promised(&left, 3);
+    let mut vm = promised(&left, 3);
     vm.source_is_gone(&host("c")).unwrap();
     let gone = |left: &Left| {
         let what: ServedDisks = load_json(&left.paths.disks()).unwrap().unwrap();
