@@ -272,11 +272,11 @@ fn a_host_whose_storage_hangs_under_what_came_of_a_disk_answers_and_takes_no_vm_
         fragile.volume.change(|settings| settings.hangs = true);
         fragile.volume.wait_held(1, LONG)?;
         b.vm_within(ANSWERS_WITHIN)?;
+        std::fs::rename(&away, &image)?;
+        site.goes_on(a, 20)?;
         let (_, begun) = site.pair.try_begin(a, b, &Options::default())?;
         let refused = begun.err().context("another one comes")?.to_string();
         ensure!(refused.contains("its storage does not answer"), "{refused}");
-        std::fs::rename(&away, &image)?;
-        site.goes_on(a, 20)?;
         b.vm_within(ANSWERS_WITHIN)?;
         ensure!(fragile.volume.counts().held > 0, "it did not hang");
         fragile.is_mended();
