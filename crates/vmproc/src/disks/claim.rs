@@ -5,6 +5,7 @@
 //! gives to another host, that is kept for another VM of this one ([`is_kept`]), or that is an older one; shared images on storage that keeps no such record. Block devices
 //! bear one where they have a label ([`super::labelled`]).
 
+use super::former::Former;
 use super::kept::{is_kept, said_of_another};
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
@@ -378,6 +379,27 @@ pub(super) fn as_opener<R: Send, E: Denied>(
 }
 
 impl ServedDisks {
+    /// The disks, each with its image.
+    pub(super) fn with_images(&self) -> impl Iterator<Item = (&DiskSpec, (u64, u64))> {
+        self.disks.iter().zip(self.images.iter().copied())
+    }
+
+    /// The disk of this name and its image.
+    pub(super) fn with_image(&self, disk: &str) -> Option<(&DiskSpec, (u64, u64))> {
+        self.with_images().find(|(spec, _)| spec.name == disk)
+    }
+
+    /// A disk's image as it is noted.
+    pub(super) fn noted<'a>(&'a self, (disk, image): (&'a DiskSpec, (u64, u64))) -> Former<'a> {
+        Former {
+            disk: &disk.name,
+            path: Path::new(&disk.path),
+            image,
+            known: self.known_image(&disk.name),
+            part: None,
+        }
+    }
+
     /// What is written down of a disk's image.
     pub(super) fn known_image(&self, disk: &str) -> Option<&KnownImage> {
         self.known.iter().find(|known| known.disk == disk)

@@ -36,11 +36,10 @@ pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
     let left = what.left.iter().filter(|left| !left.is_to_go());
     let mut devices: Vec<Left> = left.cloned().collect();
     if went_along {
-        let own = what.disks.iter().zip(&what.images);
-        devices.extend(own.map(|(disk, image)| Left {
+        devices.extend(what.with_images().map(|(disk, image)| Left {
             disk: disk.name.clone(),
             path: disk.path.clone(),
-            image: *image,
+            image,
             known: None,
             part: None,
             followed: true,

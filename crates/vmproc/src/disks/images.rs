@@ -7,7 +7,6 @@
 use super::came::{Arrival, Aside, Source, keep_all, put_aside};
 use super::devices;
 use super::entry::Entry;
-use super::former::Former;
 use super::labelled::{arriving_name, finish_at};
 use super::left::{Left, moved, settle_moves};
 use super::record;
@@ -129,19 +128,9 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         }
         return forget(paths);
     }
-    let images = what.disks.iter().zip(&what.images);
-    let own = images.filter(|(disk, _)| disk.goes_along());
-    let gone = own.map(|(disk, image)| {
-        let former = Former {
-            disk: &disk.name,
-            path: Path::new(&disk.path),
-            image: *image,
-            known: what.known_image(&disk.name),
-            part: None,
-        };
-        former.remove()
-    });
-    let gone: Vec<bool> = gone.collect();
+    let own = what.with_images().filter(|(disk, _)| disk.goes_along());
+    // Each is tried.
+    let gone: Vec<bool> = own.map(|own| what.noted(own).remove()).collect();
     // Whoever looks again tries again.
     if gone.iter().all(|gone| *gone) {
         forget(paths);

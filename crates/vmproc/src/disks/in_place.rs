@@ -296,7 +296,7 @@ impl Served {
         });
         self.keep_moves();
         let what = self.what();
-        let mut all = what.disks.iter().zip(&what.images).enumerate();
+        let mut all = what.with_images().enumerate();
         let found = all.find(|(_, (disk, _))| disk.name == place.disk);
         let (index, (spec, image)) = found.ok_or("the VM has no such disk")?;
         let since = since.as_nanos();
@@ -304,7 +304,7 @@ impl Served {
             index,
             place,
             spec: spec.clone(),
-            image: *image,
+            image,
             copying: Copying {
                 disk: place.disk.clone(),
                 path: place.path.clone(),

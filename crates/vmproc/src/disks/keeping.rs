@@ -128,14 +128,13 @@ impl Served {
 
     fn keep_claim(&self, known: KnownImage) -> Result<(), ApiError> {
         let what = self.what();
-        let mut all = what.disks.iter().zip(&what.images);
-        let Some((spec, image)) = all.find(|(spec, _)| spec.name == known.disk) else {
+        let Some((spec, image)) = what.with_image(&known.disk) else {
             return Ok(());
         };
         // Not on the disk's own descriptor: a flush of the guest's must hear itself of what the storage lost.
         let file = self.open_file(spec)?;
         let told = |error: std::io::Error| self.refused(spec, &format!("{}: {error}", spec.path));
-        if identity_of_open(&file).map_err(told)? != *image {
+        if identity_of_open(&file).map_err(told)? != image {
             let path = &spec.path;
             return Err(self.refused(
                 spec,

@@ -244,8 +244,7 @@ impl Served {
     fn must_be_another(&self, spec: &DiskSpec, file: &File) -> Result<(), String> {
         let own = identity_of_open(file).map_err(|error| error.to_string())?;
         let what = self.what();
-        let mut all = what.disks.iter().zip(&what.images);
-        match all.find(|(_, image)| **image == own) {
+        match what.with_images().find(|(_, image)| *image == own) {
             Some((disk, _)) => Err(format!(
                 "{} and {}, where disk '{}' is, are two names of one device: choose another place",
                 spec.path, disk.path, disk.name
@@ -502,8 +501,7 @@ impl ServedDisks {
     }
 
     pub(super) fn plain_devices(&self) -> Vec<String> {
-        let own = self.disks.iter().zip(&self.images);
-        let own = own.filter(|(_, image)| is_device(**image));
+        let own = self.with_images().filter(|(_, image)| is_device(*image));
         let all = own.map(|(disk, _)| &disk.path).chain(&self.plain);
         let plain = all.filter(|path| !self.is_labelled(path));
         plain.cloned().collect()

@@ -302,18 +302,11 @@ impl Left {
     /// Whether the disk that had this image has the one that is noted as its own; so that nothing is removed beside an older copy of that. A VM that is
     /// not here has none.
     fn disk_is_there(&self, what: &ServedDisks) -> bool {
-        let mut all = what.disks.iter().zip(&what.images);
-        let Some((disk, image)) = all.find(|(disk, _)| disk.name == self.disk) else {
+        let Some((disk, image)) = what.with_image(&self.disk) else {
             return true;
         };
-        let now = Former {
-            disk: &disk.name,
-            path: Path::new(&disk.path),
-            image: *image,
-            known: what.known_image(&disk.name),
-            part: None,
-        };
-        let is_silent = is_device(*image) && !what.is_labelled(&disk.path);
+        let now = what.noted((disk, image));
+        let is_silent = is_device(image) && !what.is_labelled(&disk.path);
         let is_there = is_silent || now.is_there().unwrap_or(false);
         if !is_there {
             let (disk, path, now) = (&self.disk, &self.path, &disk.path);
@@ -348,20 +341,12 @@ impl Copying {
     /// the move ended; a block device is there after that, too.
     fn is_surely_none(&self, what: &ServedDisks) -> bool {
         let is_meant = |name: &str| self.disk.is_empty() || self.disk == name;
-        let all = what.disks.iter().zip(&what.images);
-        let meant = all.filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
+        let meant = what
+            .with_images()
+            .filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
         let meant: Vec<_> = meant.collect();
-        let is_there = |(disk, image): &(&DiskSpec, &(u64, u64))| {
-            let former = Former {
-                disk: &disk.name,
-                path: Path::new(&disk.path),
-                image: **image,
-                known: what.known_image(&disk.name),
-                part: None,
-            };
-            // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
-            former.is_there().unwrap_or(false)
-        };
+        // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
+        let is_there = |own: &(&DiskSpec, (u64, u64))| what.noted(*own).is_there().unwrap_or(false);
         !meant.is_empty() && meant.iter().all(is_there)
     }
 

@@ -69,7 +69,7 @@ impl Disks {
         cap_bytes_per_s: Option<f64>,
     ) -> Result<Option<SourceDisks>, ApiError> {
         let what = self.0.what();
-        let all = what.disks.iter().zip(&what.images).enumerate();
+        let all = what.with_images().enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
         if along.is_empty() {
             return Ok(None);
@@ -84,8 +84,8 @@ impl Disks {
             synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
-        let of = |(_, (disk, image)): &(usize, (&DiskSpec, &(u64, u64)))| {
-            (DiskSpec::clone(disk), **image, what.end_of(&disk.path))
+        let of = |(_, (disk, image)): &(usize, (&DiskSpec, (u64, u64)))| {
+            (DiskSpec::clone(disk), *image, what.end_of(&disk.path))
         };
         let with = there::seen(along.iter().map(of).collect());
         if let Err(why) = &with {
@@ -118,7 +118,7 @@ impl Disks {
             source.disks.push(Along {
                 place,
                 spec: disk.clone(),
-                image: *image,
+                image,
                 bytes: named.bytes,
                 course,
                 faults: self.0.faults(index),

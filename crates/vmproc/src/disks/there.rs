@@ -339,11 +339,10 @@ impl Disks {
         let mut missing = missing.filter_map(|place| what.disks.get(place));
         let is_missing = missing.any(|spec| disks.iter().any(|disk| disk.disk == spec.name));
         let asked = |then: DiskAlong| {
-            let mut all = what.disks.iter().zip(&what.images);
-            let (_, image) = all.find(|(spec, _)| spec.name == then.disk)?;
+            let (_, image) = what.with_image(&then.disk)?;
             Some(Asked {
                 known: served.known_of(&what, &then.disk),
-                open: Some(*image),
+                open: Some(image),
                 end: what.end_of(&then.path),
                 then,
             })
