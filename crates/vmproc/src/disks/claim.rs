@@ -95,14 +95,16 @@ impl Served {
         generation: Generation,
         taking: Taking,
     ) -> Result<Option<KnownImage>, ApiError> {
-        if spec.read_only || planted("image-not-judged") {
+        if planted("image-not-judged") {
             return Ok(None);
         }
         let path = &spec.path;
         let refused = |error: &dyn Display| Err(self.refused(spec, error));
-        let is_plain = self.what().is_plain(path);
-        if taking == Taking::Anew && !is_plain {
+        if taking == Taking::Anew {
             self.must_not_be_kept(spec, image)?;
+        }
+        if spec.read_only {
+            return Ok(None);
         }
         // Where that cannot be told it is as it always was.
         let is_used = || self.as_opener(|| is_used(image)).unwrap_or(false);
@@ -149,9 +151,12 @@ impl Served {
         }
     }
 
-    /// Refuses the image of another VM of this host, which is off: that would find its disk changed. That VM cannot take it
-    /// meanwhile, since it is locked. What is read of it in vain is read again by who takes it.
+    /// Refuses the image of another VM of this host, which is off: that would find its disk changed, or its guest's data would be read by
+    /// another one. That VM cannot take it meanwhile, since it is locked. What is read of it in vain is read again by who takes it.
     fn must_not_be_kept(&self, spec: &DiskSpec, image: BorrowedFd<'_>) -> Result<(), ApiError> {
+        if self.what().is_plain(&spec.path) {
+            return Ok(());
+        }
         let said = self.as_opener(|| said_of_another(&self.config, image));
         let record = said.ok().flatten();
         let look = |path: &Path| self.as_opener(|| identity_of(path));
@@ -175,7 +180,8 @@ impl Served {
         host: &HostName,
     ) -> Result<Option<KnownImage>, ApiError> {
         if spec.read_only {
-            return Ok(None);
+            // What a host says of a VM that comes from it may be untrue.
+            return self.must_not_be_kept(spec, image.as_fd()).map(|()| None);
         }
         let refused = |error: &dyn Display| self.refused(spec, error);
         let bears = self.bears(spec, image.as_fd());

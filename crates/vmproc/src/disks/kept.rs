@@ -224,7 +224,13 @@ mod tests {
     }
 
     #[test]
-    fn a_start_with_it_is_refused_and_names_the_other_vm() {
+    fn a_start_with_it_is_refused_and_names_the_other_vm_also_where_it_is_only_read() {
+        for read_only in [false, true] {
+            a_start_is_refused(read_only);
+        }
+    }
+
+    fn a_start_is_refused(read_only: bool) {
         let here = Here::new();
         // For QEMU's user.
         for (path, mode) in [
@@ -237,7 +243,7 @@ mod tests {
         image.set_len(1 << 20).unwrap();
         here.site.record(holds(Power::Off));
         let text = format!(
-            "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nhardware = 2\n[[disk]]\nname = \"root\"\npath = \"{}\"",
+            "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nhardware = 2\n[[disk]]\nname = \"root\"\npath = \"{}\"\nread_only = {read_only}",
             here.image().display()
         );
         let spec = VmSpec::from_toml(&text).unwrap();
