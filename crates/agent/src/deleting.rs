@@ -45,8 +45,11 @@ impl Records {
 
     /// Another VM of this name begins with none, and no VM process begins for this one.
     pub(crate) fn end_deletion(&self, vm: &VmName) -> Result<(), ApiError> {
-        let stays = DiskRecord::in_directory(&self.dir(vm)).map(|record| record.stays());
-        for what in stays.into_iter().flatten() {
+        let stays = match DiskRecord::in_directory(&self.dir(vm)) {
+            Ok(record) => record.unwrap_or_default().stays(),
+            Err(error) => vec![format!("what its disks had cannot be read ({error})")],
+        };
+        for what in stays {
             tracing::warn!(%vm, "the VM is deleted, and nothing of Godwit knows any more of what it leaves: {what}");
         }
         for name in [

@@ -7,7 +7,6 @@ use godwit_blockio::label::End;
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::host_api::DISKS_FILE;
-use godwit_types::vm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
@@ -16,7 +15,7 @@ use std::path::Path;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct DiskRecord {
     #[serde(default)]
-    disks: Vec<DiskSpec>,
+    disks: Vec<Disk>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     arriving: Option<Arriving>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -25,6 +24,18 @@ pub(crate) struct DiskRecord {
     left: Vec<Left>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     labelled: Vec<Labelled>,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// As far as it is needed here: a VM process of another version may write more of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Disk {
+    path: String,
+    #[serde(default)]
+    read_only: bool,
+    #[serde(default)]
+    shared: bool,
     #[serde(flatten)]
     rest: Map<String, Value>,
 }
@@ -65,20 +76,26 @@ struct Left {
 #[serde(untagged)]
 enum Labelled {
     At(String),
-    Long { path: String, device: u64 },
+    Long {
+        path: String,
+        device: u64,
+        #[serde(flatten)]
+        rest: Map<String, Value>,
+    },
+    Other(Value),
 }
 
 impl DiskRecord {
     /// That of a VM with these directories. What stands in the run directory counts first: no backup brings that back.
     pub(crate) fn load(run_dir: &Path, state_dir: &Path) -> Self {
         let run = Self::in_directory(run_dir);
-        run.or_else(|| Self::in_directory(state_dir))
-            .unwrap_or_default()
+        let state = || Self::in_directory(state_dir).ok().flatten();
+        run.ok().flatten().or_else(state).unwrap_or_default()
     }
 
-    /// What the file in this directory says, if there is one that can be read.
-    pub(crate) fn in_directory(dir: &Path) -> Option<Self> {
-        load_json(&dir.join(DISKS_FILE)).ok().flatten()
+    /// What the file in this directory says, if there is one.
+    pub(crate) fn in_directory(dir: &Path) -> Result<Option<Self>, StoreError> {
+        load_json(&dir.join(DISKS_FILE))
     }
 
     /// Where the disk on the device with this path ends. What a guest writes at the end of a device that is its disk may look like a label.
@@ -96,7 +113,10 @@ impl DiskRecord {
     fn labelled(&self, path: &str) -> Option<Option<u64>> {
         self.labelled.iter().find_map(|label| match label {
             Labelled::At(own) => (own == path).then_some(None),
-            Labelled::Long { path: own, device } => (own == path).then_some(Some(*device)),
+            Labelled::Long {
+                path: own, device, ..
+            } => (own == path).then_some(Some(*device)),
+            Labelled::Other(_) => None,
         })
     }
 
@@ -104,7 +124,7 @@ impl DiskRecord {
     /// image of that time. One that no description followed away from is left where it is. Written only where that changes something.
     pub(crate) fn leave_former(dir: &Path) -> Result<(), StoreError> {
         // One that cannot be read is the VM process's to tell of.
-        let Some(before) = Self::in_directory(dir) else {
+        let Ok(Some(before)) = Self::in_directory(dir) else {
             return Ok(());
         };
         let mut now = before.clone();
@@ -128,7 +148,7 @@ impl DiskRecord {
         });
         let left = self.left.iter().map(|left| {
             let path = &left.path;
-            format!("an image that a disk had before it moved stays: {path}")
+            format!("an image that no disk has any more may stay: {path}")
         });
         came.chain(copying).chain(left).collect()
     }
@@ -138,7 +158,8 @@ impl DiskRecord {
     fn came(&self) -> impl Iterator<Item = String> {
         let migration = self.arriving.iter().map(|arriving| &arriving.migration);
         let paths = migration.flat_map(|migration| {
-            let along = self.disks.iter().filter(|disk| disk.goes_along());
+            let disks = self.disks.iter();
+            let along = disks.filter(|disk| !disk.read_only && !disk.shared);
             along.map(move |disk| format!("{}.arriving-{migration}", disk.path))
         });
         paths.filter(|path| is_device_path(path) || Path::new(path).exists())
@@ -187,7 +208,7 @@ mod tests {
         let path = dir.path().join(DISKS_FILE);
         std::fs::write(&path, WRITTEN).unwrap();
         let written: Value = serde_json::from_str(WRITTEN).unwrap();
-        let record = DiskRecord::in_directory(dir.path()).unwrap();
+        let record = DiskRecord::in_directory(dir.path()).unwrap().unwrap();
         assert_eq!(serde_json::to_value(&record).unwrap(), written);
         DiskRecord::leave_former(dir.path()).unwrap();
         let mut left = written;
@@ -197,14 +218,31 @@ mod tests {
     }
 
     #[test]
+    fn what_a_later_version_wrote_beside_it_hides_nothing_and_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(DISKS_FILE);
+        let mut written: Value = serde_json::from_str(WRITTEN).unwrap();
+        written["disks"][0]["on_error"] = "as-never-before".into();
+        written["labelled"][1]["since"] = 3.into();
+        written["labelled"][0] = serde_json::json!({"by": "serial"});
+        std::fs::write(&path, written.to_string()).unwrap();
+        let record = DiskRecord::in_directory(dir.path()).unwrap().unwrap();
+        assert_eq!(record.labelled("/dev/vg0/web"), Some(Some(1_074_790_400)));
+        DiskRecord::leave_former(dir.path()).unwrap();
+        written["left"].as_array_mut().unwrap().truncate(1);
+        written["left"][0]["disk"] = "".into();
+        assert_eq!(load_json::<Value>(&path).unwrap(), Some(written));
+    }
+
+    #[test]
     fn whatever_is_left_of_a_vm_that_is_deleted_is_named_and_no_device_is_asked() {
         let record: DiskRecord = serde_json::from_str(WRITTEN).unwrap();
         let stays = record.stays();
         let named = [
             "/dev/vg0/web.arriving-m-2",
             "/fast/.root.raw.moving-1, or /fast/root.raw",
-            "moved stays: /slow/root.raw",
-            "moved stays: /slow/data.raw",
+            "no disk has any more may stay: /slow/root.raw",
+            "no disk has any more may stay: /slow/data.raw",
         ];
         assert_eq!(stays.len(), named.len(), "{stays:?}");
         let mut both = stays.iter().zip(named);

@@ -333,7 +333,7 @@ impl Disk {
 
     /// What comes of the thread within this limit; it is roused if that takes long.
     fn roused<T>(&self, news: &Receiver<T>, limit: Duration) -> Result<T, RecvTimeoutError> {
-        let soon = news.recv_timeout(ROUSE_AFTER);
+        let soon = news.recv_timeout(ROUSE_AFTER.min(limit));
         if !matches!(soon, Err(RecvTimeoutError::Timeout)) {
             return soon;
         }

@@ -57,13 +57,16 @@ impl Vm {
             _ => None,
         };
         let paths = self.paths.clone();
-        let work = move || disks::put_aside(&paths, source, promised);
-        let Some(aside) = self.disk_work.run(work) else {
-            self.came.looked = Some(Instant::now());
-            return;
+        let work = move || {
+            let aside = disks::put_aside(&paths, source, promised);
+            // Whoever asked for it may have given up.
+            let kept = aside.kept.iter();
+            kept.for_each(|sentence| tracing::warn!("{sentence}"));
+            aside
         };
-        let kept = aside.kept.iter();
-        kept.for_each(|sentence| tracing::warn!("{sentence}"));
+        let Some(aside) = self.disk_work.run(work) else {
+            return self.waits_for_storage(id);
+        };
         self.came.looked = (!aside.waits.is_empty()).then(Instant::now);
         self.came.began = self.came.looked.map(|now| self.came.began.unwrap_or(now));
         if let Some(id) = id.filter(|_| self.came.waits()) {
@@ -73,6 +76,17 @@ impl Vm {
         if !told.is_empty() {
             self.came.told = told;
         }
+    }
+
+    /// Storage does not answer: it is looked again later.
+    fn waits_for_storage(&mut self, came: Option<MigrationId>) {
+        let Some(id) = came else { return };
+        self.came.looked = Some(Instant::now());
+        let sentence = format!(
+            "what came of the VM's disks with migration {id} gets its end once its storage answers, and the log tells it then"
+        );
+        self.came.told = vec![sentence];
+        self.ask_for_disks(id);
     }
 
     /// A source that holds the VM, and moves it in no such migration, says that it has ended, and whether it has the disks.
@@ -102,6 +116,9 @@ impl Vm {
         }
         self.clean_what_waits();
         let waits = self.came.waits();
+        if self.disk_work.is_under_way() {
+            return;
+        }
         let is_told = std::mem::replace(&mut self.came.is_told, waits);
         if waits && !is_told {
             let told = self.came.told.iter();

@@ -1,21 +1,22 @@
 //! Work on what is left of a VM's disks while it has no QEMU, on a thread of its own: storage may hang, and whoever asks this process is answered
 //! meanwhile.
 //!
-//! Owns that thread, one at a time. Refuses: other work on the same files until it is over. What is not over in time goes on by itself; whoever looks
-//! again does it again.
+//! Owns that thread, one at a time. Refuses: other work on the same files until it is over, and any once this process is to leave its VM to another one.
+//! What is not over in time goes on by itself and tells the log what it comes to; whoever looks again does it again.
 
 use godwit_types::{ApiError, ErrorCode};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-/// For so long it is waited for: storage that works takes much less.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// For so long it is waited for. Storage that works makes a large image durable, or removes it, in less.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The work that is under way, if any is.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     /// Whose other end the thread has for as long as it lives.
     under_way: Option<Receiver<()>>,
+    is_closed: bool,
 }
 
 impl DiskWork {
@@ -41,7 +42,7 @@ impl DiskWork {
         patience: Duration,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
-        if self.is_under_way() {
+        if self.is_closed || self.is_under_way() {
             return None;
         }
         let (lives, is_over) = channel();
@@ -89,6 +90,13 @@ impl DiskWork {
         }
         Err(why_not())
     }
+
+    /// None begins from now on: this process gives up the lock that keeps others from these files.
+    pub(crate) fn close(&mut self) -> Result<(), ApiError> {
+        self.must_be_over()?;
+        self.is_closed = true;
+        Ok(())
+    }
 }
 
 fn why_not() -> ApiError {
@@ -126,5 +134,8 @@ mod tests {
         work.must_be_over_by(Instant::now() + LONG).unwrap();
         assert!(!work.is_under_way());
         assert_eq!(work.run_for(LONG, || 2), Some(2));
+        work.close().unwrap();
+        let begins = || panic!("after another process may have begun");
+        assert_eq!(work.run_for(LONG, begins), None::<()>);
     }
 }

@@ -44,7 +44,7 @@ pub(crate) use record::put_back_living;
 pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
-pub(crate) use there::{has_disks_of, went_on};
+pub(crate) use there::{are_looked_at, has_disks_of, went_on};
 
 use crate::adoption::lock;
 use crate::faults::reached;

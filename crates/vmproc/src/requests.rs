@@ -4,6 +4,7 @@
 //! migration that could not begin; then nothing half-done stays behind.
 
 use crate::ask::Now;
+use crate::disks;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::succession::way_out;
 use crate::vm::{Outcome, Vm};
@@ -83,6 +84,7 @@ impl Vm {
                 if unless_moving {
                     self.refuse_renewal()?;
                 }
+                self.disk_work.close()?;
                 self.detach = true;
                 self.done("is left to its next VM process")
             }
@@ -100,6 +102,12 @@ impl Vm {
         }
         // The kernel begins no other program before each thread of this one has ended.
         self.disk_work.must_be_over()?;
+        if self.hyper.is_none() && disks::are_looked_at() {
+            return Err(ApiError::new(
+                ErrorCode::WrongState,
+                "the storage of the VM's disks has not answered yet: see that it does, and try again",
+            ));
+        }
         self.refuse_while_disks_move()
     }
 

@@ -1,7 +1,7 @@
 //! The VM's own thread: takes inputs one at a time, hands events to the ownership core, carries out what it says.
 //!
-//! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
-//! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
+//! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, and where the VM is not on also on storage of its
+//! disks, which is waited for in [`DiskWork`] unless the VM starts; page data never passes here. Refuses: to act on anything that the core did not say.
 
 use crate::ask::{Later, Now};
 use crate::came::Came;

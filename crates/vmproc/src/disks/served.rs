@@ -13,7 +13,7 @@ use super::keeping::Keeping;
 use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
-use super::there::{WentAlong, looks};
+use super::there::{WentAlong, are_looked_at};
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
 use crate::adoption::lock;
 use crate::faults::planted;
@@ -347,7 +347,9 @@ impl Served {
     /// Whether a thread of this process may be in the hands of storage.
     pub(super) fn waits_for_storage(&self) -> bool {
         let mut tried = self.is_tried.iter();
-        tried.any(|is_tried| is_tried.load(Ordering::SeqCst)) || self.keeping.is_busy() || looks()
+        tried.any(|is_tried| is_tried.load(Ordering::SeqCst))
+            || self.keeping.is_busy()
+            || are_looked_at()
     }
 
     fn set_tried(&self, index: usize) {

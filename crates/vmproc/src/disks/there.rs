@@ -312,7 +312,7 @@ fn is_looking() -> &'static AtomicBool {
 }
 
 /// Whether a thread of this process may be in the hands of storage.
-pub(super) fn looks() -> bool {
+pub(crate) fn are_looked_at() -> bool {
     is_looking().load(Ordering::SeqCst)
 }
 
