@@ -4,7 +4,7 @@
 //! overtake each other never look like two holders. Refuses: to drop a host from a may-hold set for a poll's sake; only a
 //! survey's no binds.
 
-use crate::book::{Book, Entry};
+use crate::book::{Book, Entry, Granted};
 use crate::plant::Plant;
 use godwit_ownership::PEERS_REACH;
 use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, Stamp, Standing};
@@ -302,6 +302,7 @@ impl Book {
         let vm = &record.vm;
         let before = self.vms.get(vm).cloned();
         self.learn(host, record, news);
+        self.take_handover(vm, news);
         if self.vms.get(vm) != before.as_ref() {
             self.touch(vm);
         }
@@ -395,6 +396,43 @@ impl Book {
         {
             entry.hear_images(&record.images, generation);
         }
+    }
+
+    /// A migration that was permitted before the database was put back, and ended after this controller took over, has no grant here. What its two ends say
+    /// alike is believed: the holder, that it gave the VM, and the host that it names, that it holds it under that very generation. One of
+    /// them alone may have made it up.
+    fn take_handover(&mut self, vm: &VmName, news: &mut Vec<News>) {
+        let Some((generation, from, to)) = self.handover(vm) else {
+            return;
+        };
+        self.name_holder(vm, &to, generation);
+        let entry = self.vms.entry(vm.clone()).or_default();
+        entry.highest = entry.highest.max(generation);
+        entry.held = generation;
+        entry.holder = Some(to.clone());
+        entry.hearsay = true;
+        entry.note_grant(Granted {
+            generation,
+            to: to.clone(),
+            from: Some(from),
+        });
+        news.push(News::Held {
+            vm: vm.clone(),
+            host: to,
+        });
+    }
+
+    fn handover(&self, vm: &VmName) -> Option<(Generation, HostName, HostName)> {
+        let entry = self.vms.get(vm).filter(|entry| !entry.deleted)?;
+        let from = entry.holder.as_ref()?;
+        let (generation, to) = self.said(from, vm)?.claim.went()?;
+        let holds = self.said(to, vm)?.claim.held() == Some(generation);
+        let are_themselves = [from, to]
+            .into_iter()
+            .all(|host| self.standing(host) == Standing::Known);
+        let is_later = generation > entry.held && is_plausible(entry.highest, generation);
+        (holds && are_themselves && is_later && from != to)
+            .then(|| (generation, from.clone(), to.clone()))
     }
 
     /// A host that a record names and nobody knows here: after a restored database it may hold the VM.

@@ -285,3 +285,61 @@ fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_i
     // Once it has said no it is out.
     assert!(grant(&mut book, "web", "a") > 4);
 }
+
+#[test]
+fn a_move_that_ends_after_the_takeover_of_a_controller_that_forgot_it_is_believed_once_both_hosts_say_so()
+ {
+    for a_first in [false, true] {
+        let (mut book, word) = restored();
+        let receives = Claim::Receiving { from: host("a") };
+        let of_a = vec![said("web", 3, holds(3))];
+        let of_b = vec![said("web", 3, receives)];
+        read(&mut book, "a", word, whole("a", at(word), of_a));
+        read(&mut book, "b", word, whole("b", at(word), of_b));
+        assert_eq!(book.finish_takeover(), Ok(true));
+        let holder = |book: &Book| {
+            let entry = book.entry(&vm("web")).unwrap();
+            (entry.holder.clone(), entry.held)
+        };
+        let mut words = [
+            ("a", vec![said("web", 4, moved_to(4, "b"))]),
+            ("b", vec![said("web", 4, holds(4))]),
+        ];
+        if !a_first {
+            words.reverse();
+        }
+        let [one, other] = words;
+        hear(&mut book, one.0, one.1);
+        assert_eq!(holder(&book), (Some(host("a")), Generation(3)), "{}", one.0);
+        let news = hear(&mut book, other.0, other.1);
+        assert_eq!(holder(&book), (Some(host("b")), Generation(4)));
+        let is_told = |one: &News| matches!(one, News::Held { host: to, .. } if *to == host("b"));
+        assert!(news.iter().any(is_told), "{news:?}");
+        // It is used like any other, and moves on.
+        book.permit_migration(&vm("web"), &host("b"), &host("a"))
+            .expect("it is its holder");
+    }
+}
+
+#[test]
+fn nobody_takes_a_vm_by_saying_what_its_holder_does_not() {
+    let (mut book, held) = web_on_a();
+    let holder = |book: &Book| book.entry(&vm("web")).unwrap().holder.clone();
+    // Neither a host that says that it holds it, nor one that names another as the giver.
+    hear(&mut book, "b", vec![said("web", held + 1, holds(held + 1))]);
+    assert_eq!(holder(&book), Some(host("a")));
+    hear(
+        &mut book,
+        "b",
+        vec![said("web", held + 2, gave_to(held + 2, "b"))],
+    );
+    assert_eq!(holder(&book), Some(host("a")));
+    // The generations differ.
+    hear(
+        &mut book,
+        "a",
+        vec![said("web", held + 2, moved_to(held + 2, "b"))],
+    );
+    hear(&mut book, "b", vec![said("web", held + 1, holds(held + 1))]);
+    assert_eq!(holder(&book), Some(host("a")));
+}
