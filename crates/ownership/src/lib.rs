@@ -119,7 +119,8 @@ pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason
 pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageRecord, ImageRefusal};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
 pub use own_images::{
-    CopyEnd, Described, FormerEnd, FormerImage, ImageNumbers, Is, NotedImage, is_overtaken,
+    CameEnd, CameFound, CameImage, CameSource, CopyEnd, Described, FormerEnd, FormerImage,
+    ImageNumbers, Is, NotedImage, is_overtaken,
 };
 pub use peer::PEERS_REACH;
 pub use permit::RunPermit;

@@ -1,5 +1,5 @@
 //! Which of a host's own images is a VM's disk once disks move there from one place to another: what becomes of the others at the next
-//! start, and which of two records of them counts.
+//! start, what becomes of an image that came from another host, and which of two records of them counts.
 //!
 //! What is written of it may be an older copy, and so may any image. Pure: whoever has the files looks at them, and does what is judged. Owns
 //! nothing. Refuses: to call a file the one that was noted where it may be another, and to have an image removed that may be a disk.
@@ -135,6 +135,72 @@ impl FormerImage {
     }
 }
 
+/// What is known of the host from which an image came with a migration that is over, of which this host did not become the holder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CameSource {
+    /// It has said so: it ended that very migration, and has the disks ([`crate::PeerMessage::Abort`]).
+    HasDisks,
+    /// A person gave it up, or the VM goes on, or comes anew, without its word.
+    Gone,
+    Unknown,
+}
+
+impl CameSource {
+    /// With what a person said before: what the source says itself outweighs that.
+    pub fn given_up(self, is_given_up: bool) -> Self {
+        match self {
+            Self::Unknown if is_given_up => Self::Gone,
+            known => known,
+        }
+    }
+}
+
+/// What is there of an image that came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CameFound {
+    Something,
+    /// Nothing was ever written to it.
+    Empty,
+    /// No image, on storage that is there.
+    Nothing,
+    /// No image, and perhaps not the storage that it is on.
+    Away,
+}
+
+/// An image that came with a VM whose migration is over here: it may be the last that is left of a disk.
+#[derive(Debug, Clone, Copy)]
+pub struct CameImage {
+    pub source: CameSource,
+    /// Whether it was whole and durable here: then a hole from one end to the other is all of the disk.
+    pub is_whole: bool,
+}
+
+/// What becomes of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CameEnd {
+    /// As it is, and its source is asked again.
+    Stays,
+    /// It is removed, or nothing of it is there.
+    Removed,
+    /// It gets a name that is no disk's, and that nobody removes but a person; also where a predecessor gave it that.
+    Kept,
+}
+
+impl CameImage {
+    /// Only the source's word has removed what may be a part of a disk: that it is silent, however long, is none.
+    pub fn judge(self, found: CameFound) -> CameEnd {
+        match (self.source, found) {
+            (CameSource::HasDisks, _) => CameEnd::Removed,
+            (_, CameFound::Empty) if !self.is_whole => CameEnd::Removed,
+            (CameSource::Gone, _) => CameEnd::Kept,
+            (CameSource::Unknown, CameFound::Nothing) => CameEnd::Removed,
+            (CameSource::Unknown, CameFound::Something | CameFound::Empty | CameFound::Away) => {
+                CameEnd::Stays
+            }
+        }
+    }
+}
+
 /// Whether a record that was found in the state directory knows of a later image of a disk than the one in the run directory does, which else
 /// counts for a hypervisor that lives: a version that writes the first alone was here since.
 pub fn is_overtaken(living: &[KnownImage], found: &[KnownImage]) -> bool {
@@ -223,6 +289,42 @@ mod tests {
             ..is_disk
         };
         assert_eq!(unfollowed.judge(|| true), FormerEnd::Stays);
+    }
+
+    #[test]
+    fn what_came_is_removed_by_its_sources_word_alone_and_kept_without_it() {
+        use CameFound::{Away, Empty, Nothing, Something};
+        use CameSource::{Gone, HasDisks, Unknown};
+        let judge = |source, is_whole, found| CameImage { source, is_whole }.judge(found);
+        for is_whole in [false, true] {
+            for found in [Something, Empty, Nothing, Away] {
+                assert_eq!(judge(HasDisks, is_whole, found), CameEnd::Removed);
+            }
+            assert_eq!(judge(Unknown, is_whole, Something), CameEnd::Stays);
+            assert_eq!(judge(Gone, is_whole, Something), CameEnd::Kept);
+            // It may be there another time.
+            assert_eq!(judge(Unknown, is_whole, Away), CameEnd::Stays);
+            assert_eq!(judge(Unknown, is_whole, Nothing), CameEnd::Removed);
+            // A predecessor may have kept it.
+            assert_eq!(judge(Gone, is_whole, Nothing), CameEnd::Kept);
+            assert_eq!(judge(Gone, is_whole, Away), CameEnd::Kept);
+        }
+        assert_eq!(judge(Unknown, true, Empty), CameEnd::Stays);
+        assert_eq!(judge(Gone, true, Empty), CameEnd::Kept);
+        for source in [Unknown, Gone] {
+            assert_eq!(judge(source, false, Empty), CameEnd::Removed);
+        }
+    }
+
+    #[test]
+    fn a_person_gives_up_a_source_that_has_not_spoken() {
+        use CameSource::{Gone, HasDisks, Unknown};
+        assert_eq!(Unknown.given_up(true), Gone);
+        assert_eq!(Unknown.given_up(false), Unknown);
+        for is_given_up in [false, true] {
+            assert_eq!(HasDisks.given_up(is_given_up), HasDisks);
+            assert_eq!(Gone.given_up(is_given_up), Gone);
+        }
     }
 
     #[test]

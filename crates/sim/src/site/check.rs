@@ -103,6 +103,7 @@ impl Site {
     pub(crate) fn look(&mut self) {
         self.after(1000, Happening::Look);
         self.guests_work();
+        self.clean_again();
         if self.is_faulty && self.rng.chance(250) {
             let at = self.rng.index(self.machines.len());
             self.back_up(at);

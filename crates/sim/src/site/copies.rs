@@ -245,7 +245,10 @@ impl Site {
         let all = (0..self.machines.len()).filter(|m| !self.machines[*m].is_clone);
         let best = all.filter_map(|machine| found(self, machine));
         let best = best.max_by_key(|(is_newest, written, _)| (*is_newest, *written));
-        let best = best.or_else(|| self.came_unnamed(vm));
+        let best = best
+            .filter(|(is_newest, ..)| *is_newest)
+            .or_else(|| self.came_somewhere(vm))
+            .or(best);
         let is_there = best.is_some_and(|(is_newest, ..)| is_newest);
         let image = &self.images[vm];
         if !is_there && image.acknowledged > 0 && !image.is_lost {
@@ -280,14 +283,6 @@ impl Site {
         self.images[vm].is_lost |= !self.is_newest(vm, content);
         self.images[vm].writer = None;
         self.images[vm].brought_to = Some(at);
-    }
-
-    /// What came of a disk somewhere and has the name under which it came: a person looks there last.
-    fn came_unnamed(&self, vm: VmId) -> Option<(bool, u64, Content)> {
-        let slots = self.machines.iter().map(|machine| &machine.slots[vm]);
-        let mut files = slots.flat_map(|slot| slot.own.files.beside.values());
-        let found = files.find(|file| self.is_newest(vm, file.content))?;
-        Some((true, found.content.written, found.content))
     }
 
     /// A start was refused, since the disk is elsewhere by now: the person who reads it describes it there.
@@ -387,6 +382,26 @@ impl Site {
             if let Some((place, copy)) = own.copy.clone() {
                 own.files.images[place] = Some(File { id, ..copy });
             }
+        });
+        true
+    }
+
+    /// The storage of a host that runs no QEMU of a VM loses the image that is its disk there.
+    pub(crate) fn lose_image(&mut self) -> bool {
+        let fits = |w: &Self, at: MachineId, vm: VmId| {
+            let slot = &w.machines[at].slots[vm];
+            let is_idle = slot.qemu.is_none() && !w.machines[at].is_clone;
+            w.goes_along(vm) && is_idle && slot.own.image().is_some()
+        };
+        let machines = self.machines.len();
+        let mut all = (0..self.vms.len()).flat_map(|vm| (0..machines).map(move |at| (at, vm)));
+        let Some((at, vm)) = all.find(|(at, vm)| fits(self, *at, *vm)) else {
+            return false;
+        };
+        self.note(|w| format!("the image of {} at {} is lost", w.vms[vm], w.label(at)));
+        self.losing(at, |w| {
+            let own = w.own(at, vm);
+            own.files.images[own.notes.place] = None;
         });
         true
     }
@@ -556,6 +571,11 @@ impl Site {
             records: records.collect(),
             known: machine.slots.iter().map(|s| s.known.clone()).collect(),
             notes: machine.slots.iter().map(|s| s.own.kept.clone()).collect(),
+            moves: machine
+                .slots
+                .iter()
+                .map(|s| (s.own.went_on.clone(), s.own.note.clone()))
+                .collect(),
             described: machine.slots.iter().map(|s| s.own.described).collect(),
             files: machine.slots.iter().map(|s| s.own.files.clone()).collect(),
             table: machine.table.clone(),

@@ -19,6 +19,12 @@ named! {
         TakesHalfMade => "half-made-image-taken",
         /// The former image is removed before the record of the second one is durable.
         RemovesFormerEarly => "former-image-removed-early",
+        /// What came is removed though its source has said nothing.
+        RemovesUnasked => "came-removed-unasked",
+        /// What came is removed where it is to be kept: its source is gone, or the VM goes on without it.
+        RemovesGivenUp => "given-up-copy-removed",
+        /// A source says that it has the disk, whatever has the disk's name there.
+        SaysUnlooked => "has-disk-unlooked",
         /// A controller has hosts start VMs with the disk where it was once told that it is.
         OverrulesPlace => "controller-overrules-place",
     }

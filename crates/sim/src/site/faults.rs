@@ -60,6 +60,7 @@ faults! {
     RestoreUnderGuests => 200, "host's state directory put back under its guests",
     RestoreHost => 200, "whole host restored from an old copy",
     RestoreImage => 250, "VM's image put back from an old copy",
+    LoseImage => 250, "VM's image lost on its host",
     ImageUnread => 300, "image's record could not be read",
     ImageUnwritten => 300, "image's record could not be written, or nobody knows",
     RemoveFails => 300, "image could not be removed",
@@ -115,6 +116,7 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::RestoreHost,
     SiteFault::RestoreImage,
     SiteFault::RestoreImage,
+    SiteFault::LoseImage,
     SiteFault::LoseHost,
     SiteFault::CloneHost,
     SiteFault::Liar,
@@ -245,6 +247,7 @@ impl Site {
             SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
             SiteFault::RestoreImage => (0..self.vms.len()).any(|vm| self.restore_image(vm)),
+            SiteFault::LoseImage => self.lose_image(),
             SiteFault::LoseHost => self.lose_machine(at),
             SiteFault::CloneHost => self.clone_machine(at),
             SiteFault::Liar => self.begin_to_lie(at),
@@ -458,6 +461,10 @@ impl Site {
             }
             slot.own.kept = notes;
             slot.own.unsure = None;
+        }
+        for (slot, (went_on, note)) in machine.slots.iter_mut().zip(backup.moves) {
+            slot.own.went_on = went_on;
+            slot.own.note = note;
         }
         for (slot, described) in machine.slots.iter_mut().zip(backup.described) {
             slot.own.described = described;

@@ -24,10 +24,13 @@ const ROUND_MS: u64 = 1500;
 
 impl Site {
     pub(crate) fn machine_starts(&mut self, at: MachineId) {
-        let machine = &mut self.machines[at];
+        let machine = &self.machines[at];
         if machine.is_up || machine.stays_off {
             return;
         }
+        let boot = self.next_number();
+        let machine = &mut self.machines[at];
+        machine.boot = boot;
         machine.is_up = true;
         machine.boots += 1;
         machine.agent_frozen_until = 0;

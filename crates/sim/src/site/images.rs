@@ -59,6 +59,8 @@ pub(crate) struct Image {
     opener: Option<MachineId>,
     /// The machine that took it last, which it says, whether or not it was opened.
     taker: Option<MachineId>,
+    /// Migrations of which a source said that it has the disk, and whether anybody had all of it just then.
+    pub words: BTreeMap<MigrationId, bool>,
     /// The last write that the memory of the guest in a machine's QEMU knows of.
     pub remembered: BTreeMap<MachineId, u64>,
 }
@@ -310,7 +312,7 @@ impl Site {
         (migration, from): (&MigrationId, &HostName),
     ) -> bool {
         if self.goes_along(vm) {
-            return self.expect_copy(at, vm, migration);
+            return self.expect_copy(at, vm, (migration, from));
         }
         if !self.has_image(vm) {
             return true;

@@ -4,7 +4,8 @@
 
 pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
 
-use super::own_files::{Content, Files, Notes, OwnDisk, Store};
+use super::came::Came;
+use super::own_files::{Content, Files, MoveNote, Notes, OwnDisk, Store};
 use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::image::KnownImage;
@@ -83,6 +84,7 @@ pub(crate) struct Process {
     /// A person, or a rule that gives way, ended the guest here.
     pub may_discard: bool,
     pub frozen_until: u64,
+    pub came: Came,
 }
 
 /// One VM at one machine.
@@ -130,6 +132,7 @@ pub(crate) struct Backup {
     pub records: Vec<Option<HostRecord>>,
     pub known: Vec<Option<KnownImage>>,
     pub notes: Vec<Notes>,
+    pub moves: Vec<(Vec<MigrationId>, Option<MoveNote>)>,
     pub described: Vec<Store>,
     /// What was on the rest of its disk.
     pub files: Vec<Files>,
@@ -152,6 +155,8 @@ pub(crate) struct Machine {
     /// Nobody powers it on by itself.
     pub stays_off: bool,
     pub boots: u32,
+    /// Tells each boot from all others.
+    pub boot: u64,
     pub agent: Option<Agent>,
     pub agent_frozen_until: u64,
     pub agent_cut_until: u64,
@@ -192,6 +197,7 @@ impl Machine {
             instance: None,
             stays_off: false,
             boots: 0,
+            boot: 0,
             agent: None,
             agent_frozen_until: 0,
             agent_cut_until: 0,

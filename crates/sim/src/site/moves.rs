@@ -5,6 +5,7 @@
 use super::model::{
     Happening, MachineId, Memory, Outgoing, Packet, Place, QemuProcess, Receiving, VmId,
 };
+use super::own_files::MoveNote;
 use super::world::Site;
 use godwit_ownership::{Event, StateName, Status};
 use godwit_types::{Generation, HostName, MigrationId};
@@ -92,11 +93,26 @@ impl Site {
             began: now,
         });
         let process = process.number;
-        if !self.mirror(at, vm, migration) {
+        if !self.notes_leaving(at, vm, migration) || !self.mirror(at, vm, migration) {
             return self.feed(at, vm, Event::Cancel);
         }
         let delay = 20 + self.rng.below(40);
         self.after(delay, Happening::Precopy { at, vm, process });
+    }
+
+    /// With which migration the VM leaves is written down.
+    fn notes_leaving(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
+        let process = self.machines[at].slots[vm].process.as_ref();
+        let outgoing = process.and_then(|process| process.outgoing.as_ref());
+        let Some(to) = outgoing.map(|outgoing| outgoing.to.clone()) else {
+            return false;
+        };
+        let note = MoveNote {
+            migration: migration.clone(),
+            peer: to,
+            is_destination: false,
+        };
+        !self.goes_along(vm) || self.keep_move_note(at, vm, note)
     }
 
     pub(crate) fn precopy(&mut self, at: MachineId, vm: VmId, number: u64) {

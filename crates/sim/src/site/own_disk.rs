@@ -4,15 +4,16 @@
 //! durable, and gets its name under the generation for which it was whole; the source's goes once the record says that the VM has
 //! moved. Works on the site. Who may open an image is judged by `godwit-ownership`; what an observer demands is in `copies.rs`.
 
+use super::came::Aside;
 use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::images::{Closed, DISK, READ_FAILS, WRITE_FAILS};
 use super::model::{MachineId, VmId};
-use super::own_files::{Arrival, Content, File, Notes};
+use super::own_files::{Arrival, Content, File, MoveNote, Notes};
 use super::world::Site;
-use godwit_ownership::{ImageClaim, Is, Phase};
+use godwit_ownership::{CameSource, ImageClaim, Is, Phase};
 use godwit_types::image::ImageId;
-use godwit_types::{Generation, MigrationId};
+use godwit_types::{Generation, HostName, MigrationId};
 
 /// Of a thousand times.
 const REMOVE_FAILS: u64 = 250;
@@ -45,16 +46,28 @@ impl Site {
     }
 
     /// A VM is to come: a file is made for what comes of its disk. False where there is one already.
-    pub(crate) fn expect_copy(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
+    pub(crate) fn expect_copy(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (migration, from): (&MigrationId, &HostName),
+    ) -> bool {
         self.images[vm].remembered.remove(&at);
         self.is_read(at, vm);
+        let known = self.own(at, vm).notes.known.clone();
+        let note = MoveNote {
+            migration: migration.clone(),
+            peer: from.clone(),
+            is_destination: true,
+        };
+        if !self.comes_anew(at, vm, from) || !self.keep_move_note(at, vm, note) {
+            return false;
+        }
         let launch = self.next_launch(at, vm);
         let place = self.specs.get(migration).copied().unwrap_or_default();
         self.own(at, vm).spec = place;
         self.own(at, vm).described = place;
-        let known = self.own(at, vm).notes.known.clone();
         let left = self.failed_copy(at, vm);
-        self.put_aside(at, vm);
         // Nobody has had it under any generation, and what the disk was here before is something else.
         self.own(at, vm).notes.known = known;
         let none = self.claim_of_own((at, vm), Generation(0), true, |claim, _| claim.judge(None));
@@ -66,10 +79,12 @@ impl Site {
                 place,
                 copying: notes.copying.take(),
                 left: std::mem::take(&mut notes.left),
+                along: std::mem::take(&mut notes.along),
                 arriving: Some(Arrival {
                     migration: migration.clone(),
                     whole: None,
                     ours: false,
+                    source_gone: false,
                 }),
                 leaving: None,
                 image: Some(id),
@@ -84,7 +99,7 @@ impl Site {
         }
         if own.files.images[place].is_some() {
             self.disk_case(DiskCase::NameTaken);
-            self.put_aside(at, vm);
+            self.put_aside(at, vm, CameSource::HasDisks);
             self.clear_leftover(at, vm);
             return false;
         }
@@ -156,8 +171,15 @@ impl Site {
 
     /// The disk is mirrored for this migration: whoever finds that the VM has moved removes what moved with it, and nothing else.
     pub(crate) fn mirror(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) -> bool {
+        if !self.goes_along(vm) {
+            return true;
+        }
+        let along = self.goes_along_with(at, vm, migration);
         let migration = migration.clone();
-        !self.goes_along(vm) || self.note_down(at, vm, |notes| notes.leaving = Some(migration))
+        self.note_down(at, vm, |notes| {
+            notes.leaving = Some(migration);
+            along.into_iter().for_each(|along| notes.note_along(along));
+        })
     }
 
     /// What is sent of the disk with the last pages.
@@ -345,10 +367,14 @@ impl Site {
             return Ok(());
         };
         match arrival.whole {
-            None => {
-                self.put_aside(at, vm);
-                Ok(())
-            }
+            None => match self.put_aside(at, vm, CameSource::Gone) {
+                Aside::Waits => Err(Closed::Unread),
+                Aside::Kept => {
+                    self.disk_case(DiskCase::KeptAtStart);
+                    Ok(())
+                }
+                Aside::Over | Aside::Unremoved => Ok(()),
+            },
             Some(_) if arrival.belongs_to(generation) => {
                 let ours = |notes: &mut Notes| {
                     if let Some(arrival) = &mut notes.arriving {
@@ -363,8 +389,11 @@ impl Site {
                 self.keep_name(at, vm);
                 Ok(())
             }
-            // It is left beside: never seen here.
             Some(_) => {
+                if self.settle_came((at, vm), &arrival, CameSource::Gone) == Aside::Waits {
+                    return Err(Closed::Unread);
+                }
+                self.disk_case(DiskCase::KeptAtStart);
                 self.keep_name(at, vm);
                 Ok(())
             }
@@ -478,7 +507,7 @@ impl Site {
                 self.leave(at, vm, &migration);
             }
             Phase::Absent | Phase::Incoming { .. } | Phase::Refused { .. } => {
-                self.put_aside(at, vm);
+                self.clean_what_came(at, vm);
             }
             Phase::Holds { .. }
             | Phase::Stopping { .. }
@@ -518,34 +547,6 @@ impl Site {
         fails
     }
 
-    /// What came with an earlier migration is removed.
-    fn put_aside(&mut self, at: MachineId, vm: VmId) {
-        let arrival = self.own(at, vm).notes.arriving.clone();
-        if arrival.as_ref().is_some_and(|arrival| arrival.ours) {
-            return;
-        }
-        if let Some(arrival) = arrival
-            && self
-                .own(at, vm)
-                .files
-                .beside
-                .contains_key(&arrival.migration)
-        {
-            let keeps = arrival.whole.is_some() && self.plant.uses_failed_copy();
-            if keeps || self.cannot_remove(at, vm) {
-                return;
-            }
-            let had = self.is_anywhere(vm);
-            self.own(at, vm).files.beside.remove(&arrival.migration);
-            self.must_be_anywhere(vm, had, at);
-            self.disk_case(match arrival.whole {
-                Some(_) => DiskCase::WholeRemoved,
-                None => DiskCase::PartRemoved,
-            });
-        }
-        self.forget(at, vm);
-    }
-
     /// Another host holds the VM: the image that went along is no disk of it any more.
     fn leave(&mut self, at: MachineId, vm: VmId, migration: &MigrationId) {
         // While the disk has its image it is certain that a copy of it is none.
@@ -554,6 +555,8 @@ impl Site {
         if own.notes.copying.is_some() {
             return;
         }
+        self.note_went_on(at, vm, migration);
+        let own = self.own(at, vm);
         let noted = (
             own.notes.image.unwrap_or_default(),
             own.notes.known.as_ref(),

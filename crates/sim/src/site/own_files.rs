@@ -5,7 +5,7 @@
 use super::second::Going;
 use godwit_ownership::{ImageRecord, Is, NotedImage};
 use godwit_types::image::KnownImage;
-use godwit_types::{Generation, MigrationId};
+use godwit_types::{Generation, HostName, MigrationId};
 use std::collections::BTreeMap;
 
 /// The number of a datastore of a machine: the place of an image.
@@ -56,6 +56,39 @@ pub(crate) struct Arrival {
     pub whole: Option<Generation>,
     /// Whether this host has held the VM under that one.
     pub ours: bool,
+    /// Whether a person said that the host from which it comes is gone for good.
+    pub source_gone: bool,
+}
+
+/// What went along with a migration from here: as it was then, or as it is where the disk moved on this host since.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Along {
+    pub migration: MigrationId,
+    pub place: Store,
+    /// What the image says of itself; where it says nothing,
+    pub says: Option<KnownImage>,
+    /// it is known by its number,
+    pub image: u64,
+    /// which means something in the boot in which it was noted.
+    pub boot: u64,
+    /// For an observer: the disk has moved since.
+    pub has_moved: bool,
+}
+
+/// The migration with which the VM was last to come here, or to leave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MoveNote {
+    pub migration: MigrationId,
+    pub peer: HostName,
+    pub is_destination: bool,
+}
+
+/// What came of the disk and is kept: nothing removes it but a person.
+#[derive(Debug, Clone)]
+pub(crate) struct KeptFile {
+    /// Where the disk was to be.
+    pub place: Store,
+    pub file: File,
 }
 
 /// An image that the disk is copied to on its host.
@@ -93,6 +126,8 @@ pub(crate) struct Notes {
     pub arriving: Option<Arrival>,
     /// The migration for which it was mirrored last.
     pub leaving: Option<MigrationId>,
+    /// What went along with migrations from here, the newest first.
+    pub along: Vec<Along>,
     /// The file that the hypervisor was started with.
     pub image: Option<u64>,
     pub known: Option<KnownImage>,
@@ -107,6 +142,16 @@ pub(crate) struct Files {
     pub beside: BTreeMap<MigrationId, File>,
     /// Those with the names under which they are filled, by the numbers of their moves.
     pub second: BTreeMap<u64, File>,
+    /// Those that came and are kept.
+    pub kept: Vec<KeptFile>,
+}
+
+impl Files {
+    /// Those that are disks or were, and those that are kept: none that waits for a word.
+    pub(crate) fn disks(&self) -> impl Iterator<Item = &File> {
+        let kept = self.kept.iter().map(|kept| &kept.file);
+        self.images.iter().flatten().chain(kept)
+    }
 }
 
 /// A VM's disk at one machine.
@@ -121,6 +166,10 @@ pub(crate) struct OwnDisk {
     pub unsure: Option<Notes>,
     /// and what is in the run directory while a hypervisor lives.
     pub living: Option<Notes>,
+    /// In the state directory, too: migrations whose disk went on from here with later ones,
+    pub went_on: Vec<MigrationId>,
+    /// and the last one.
+    pub note: Option<MoveNote>,
     /// What is in memory may not be in the state directory: nobody serves the disk before it is.
     pub must_save: bool,
     /// Where the VM's description in the state directory says that its disk is, and the one in the VM process's memory.
@@ -148,6 +197,18 @@ impl Arrival {
     /// Whether it is this host's, which holds the VM under this generation.
     pub(crate) fn belongs_to(&self, generation: Generation) -> bool {
         self.ours || self.whole == Some(generation)
+    }
+}
+
+impl Along {
+    /// Whether both are one image, under one name.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        let is_same_image = match (&self.says, &other.says) {
+            (Some(says), Some(other)) => says.image == other.image,
+            (None, None) => (self.image, self.boot) == (other.image, other.boot),
+            _ => false,
+        };
+        is_same_image && self.place == other.place
     }
 }
 
@@ -237,7 +298,7 @@ impl File {
         noted.was_taken_since(self.says().as_ref())
     }
 
-    fn says(&self) -> Option<KnownImage> {
+    pub(crate) fn says(&self) -> Option<KnownImage> {
         self.record.as_ref().map(ImageRecord::known)
     }
 }

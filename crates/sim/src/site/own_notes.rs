@@ -12,7 +12,7 @@ use super::world::Site;
 use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is, is_overtaken};
 
 /// Of a thousand times.
-const NOTE_FAILS: u64 = 20;
+pub(super) const NOTE_FAILS: u64 = 20;
 const NOTE_UNKNOWN: u64 = 20;
 
 impl Site {
@@ -388,6 +388,7 @@ impl Site {
             notes = Notes {
                 arriving: None,
                 leaving: None,
+                along: Vec::new(),
                 ..own.notes.clone()
             };
             for left in notes.left.iter_mut().filter(|left| left.followed) {
@@ -397,7 +398,10 @@ impl Site {
         own.kept = notes.clone();
         own.notes = notes;
         own.unsure = None;
-        own.is_deleted = false;
+        if std::mem::take(&mut own.is_deleted) {
+            own.went_on.clear();
+            own.note = None;
+        }
     }
 
     /// An agent begins: VM processes that live write again what they have, where the state directory was put back.

@@ -2,6 +2,7 @@
 //!
 //! Works on the site. Anything may be killed between two actions.
 
+use super::came::{Came, OfDisks};
 use super::faults::SiteFault;
 use super::model::{
     Exempt, Happening, MachineId, Packet, Place, Process, QemuProcess, Reply, Report, VmId, Waits,
@@ -55,6 +56,7 @@ impl Site {
             asked: BTreeMap::new(),
             may_discard: is_off,
             frozen_until: 0,
+            came: Came::default(),
         });
         self.note(|w| format!("{} {}: process starts, {qemu:?}", w.label(at), w.vms[vm]));
         self.settle_own_disk(at, vm);
@@ -171,6 +173,13 @@ impl Site {
         if event == Event::QemuDied && self.machines[at].slots[vm].qemu.is_some() {
             return;
         }
+        let Some(heard) = self.hears_of_disks(at, vm, &event) else {
+            // What a person said of a host that is gone could not be written: it is said again.
+            if matches!(event, Event::HostRemoved { .. }) {
+                self.local(at, vm, event);
+            }
+            return;
+        };
         // A VM whose disk is about to be another image goes nowhere.
         let is_held_up =
             matches!(event, Event::MigrationBegan { .. }) && self.do_disks_move(at, vm);
@@ -206,6 +215,11 @@ impl Site {
                 let (host, vm) = (w.label(at), &w.vms[vm]);
                 format!("{host} {vm}: {before} + {event} -> {after}")
             });
+        }
+        match heard {
+            OfDisks::Nothing => {}
+            OfDisks::Ends => self.clean_what_waits(at, vm),
+            OfDisks::Asks(from, migration) => self.answer_for_disks(at, vm, (&from, migration)),
         }
     }
 

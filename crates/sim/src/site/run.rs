@@ -68,6 +68,18 @@ impl SitePlant {
         self.disk == Some(DiskPlant::RemovesFormerEarly)
     }
 
+    pub(crate) fn removes_unasked(self) -> bool {
+        self.disk == Some(DiskPlant::RemovesUnasked)
+    }
+
+    pub(crate) fn removes_given_up(self) -> bool {
+        self.disk == Some(DiskPlant::RemovesGivenUp)
+    }
+
+    pub(crate) fn says_unlooked(self) -> bool {
+        self.disk == Some(DiskPlant::SaysUnlooked)
+    }
+
     pub(crate) fn overrules_place(self) -> bool {
         self.disk == Some(DiskPlant::OverrulesPlace)
     }

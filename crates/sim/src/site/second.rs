@@ -334,7 +334,9 @@ impl Site {
         let known = own.due.clone().or_else(|| own.notes.known.clone());
         let copying = own.going.as_ref()?.copying.clone();
         let was_known = known.clone();
+        let along = self.followed_along(at, vm, copying.to);
         let after = self.changed(at, vm, |notes| {
+            notes.along = along;
             notes.copying = None;
             notes.left.push(Left {
                 place: notes.place,

@@ -13,6 +13,8 @@ use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
 use crate::hypervisor::internal;
+pub(crate) use godwit_ownership::CameSource as Source;
+use godwit_ownership::{CameEnd, CameFound, CameImage};
 use godwit_store::load_json;
 use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
@@ -61,16 +63,6 @@ impl Arrival {
     }
 }
 
-/// What is known of the host from which images came.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// It has said so: it ended the migration, and has the disks.
-    HasDisks,
-    /// A person gave it up, or the VM goes on without it.
-    Gone,
-    Unknown,
-}
-
 /// What became of images that were to be put aside, in sentences for people.
 #[derive(Debug, Default)]
 pub(crate) struct Aside {
@@ -115,10 +107,7 @@ pub(crate) fn put_aside(paths: &Paths, source: Source, promised: Option<Generati
             );
             return aside;
         }
-        let source = match source {
-            Source::Unknown if arrival.source_gone => Source::Gone,
-            source => source,
-        };
+        let source = source.given_up(arrival.source_gone);
         all_settled = settle_all((&what, &arrival), source, promised, &mut aside);
     }
     // Whoever looks again tries again.
@@ -261,22 +250,39 @@ impl Came<'_> {
             return self.settle_on_device(source, aside);
         }
         let path = self.path();
-        let taken = match self.size(source) {
-            Ok(_) if source == Source::HasDisks => return remove(Path::new(&path)),
-            // A hole from one end to the other may be all of a disk.
-            Ok(Some((_, 0))) if self.arrival.whole.is_none() => return remove(Path::new(&path)),
-            Ok(Some((_, taken))) => taken,
-            Ok(None) if source == Source::Unknown => return remove(Path::new(&path)),
-            Ok(None) => 0,
+        let (found, taken) = match self.look() {
+            Ok(looked) => looked,
             Err(error) => return self.stays(&error, aside),
         };
-        if source == Source::Unknown {
-            let (disk, id, mib) = (&self.disk.name, &self.arrival.migration, mib(taken));
-            aside.waits.push(format!(
-                "what came of disk '{disk}' with migration {id} stays as {path} ({mib} MiB) until its source says that it has the disk, and is removed then; remove it yourself if you know that nobody needs it; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
-            ));
-            return false;
+        if found == CameFound::Away && source != Source::Unknown {
+            tracing::warn!(
+                path,
+                "what came of a disk is not there: if it is on a file system that is not mounted now, nothing tells of it any more"
+            );
         }
+        match self.judge(source, found) {
+            CameEnd::Removed => remove(Path::new(&path)),
+            CameEnd::Kept => self.keep_file(aside),
+            CameEnd::Stays if found == CameFound::Away => {
+                let away = io::Error::other("the file system that it is on is not mounted there");
+                self.stays(&away, aside)
+            }
+            CameEnd::Stays => {
+                let (disk, id, mib) = (&self.disk.name, &self.arrival.migration, mib(taken));
+                aside.waits.push(format!(
+                    "what came of disk '{disk}' with migration {id} stays as {path} ({mib} MiB) until its source says that it has the disk, and is removed then; remove it yourself if you know that nobody needs it; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
+                ));
+                false
+            }
+        }
+    }
+
+    fn judge(&self, source: Source, found: CameFound) -> CameEnd {
+        let is_whole = self.arrival.whole.is_some();
+        CameImage { source, is_whole }.judge(found)
+    }
+
+    fn keep_file(&self, aside: &mut Aside) -> bool {
         match self.keep() {
             Ok(Some(path)) => {
                 let durable = make_durable(Path::new(&path));
@@ -301,15 +307,15 @@ impl Came<'_> {
             Err(error) => return self.stays_on_device(&error, aside),
         };
         let (disk, mib) = (&self.disk.name, mib(bytes));
-        match source {
-            Source::HasDisks => let_go(Path::new(path), &[Whose::Part(&name)]),
-            Source::Unknown => {
+        match self.judge(source, CameFound::Something) {
+            CameEnd::Removed => let_go(Path::new(path), &[Whose::Part(&name)]),
+            CameEnd::Stays => {
                 aside.waits.push(format!(
                     "what came of disk '{disk}' with migration {id} stays on the device {path} ({mib} MiB) until its source says that it has the disk, and is let go then; if that host is lost for good, 'godwit host remove HOST --confirm-unreachable' has it kept"
                 ));
                 false
             }
-            Source::Gone => match keep_part(path, [&name, &kept]) {
+            CameEnd::Kept => match keep_part(path, [&name, &kept]) {
                 Ok(true) => {
                     let state = self.state();
                     aside.kept.push(format!(
@@ -329,13 +335,13 @@ impl Came<'_> {
     /// As [`Self::settle`], where the device is not there: as of a file system that is not mounted, nobody waits for it who knows what is to become of it.
     fn settle_away(&self, source: Source, error: &io::Error, aside: &mut Aside) -> bool {
         let (path, id) = (&self.disk.path, &self.arrival.migration);
-        match source {
-            Source::Unknown => self.stays_on_device(error, aside),
-            Source::HasDisks => {
+        match self.judge(source, CameFound::Away) {
+            CameEnd::Stays => self.stays_on_device(error, aside),
+            CameEnd::Removed => {
                 tracing::warn!(path, %error, "what came to a device is let go once that is there again");
                 false
             }
-            Source::Gone => {
+            CameEnd::Kept => {
                 aside.kept.push(format!(
                     "what came of disk '{}' with migration {id} is on the device {path}, which is not there now ({error}): its label tells of it, and nothing else does any more; 'godwit image release {path}' calls it a disk once it is there again",
                     self.disk.name
@@ -345,9 +351,8 @@ impl Came<'_> {
         }
     }
 
-    /// Bytes of it and those that it takes; nothing where it is gone. A file system that is not mounted may have it, or has another number by now:
-    /// nobody waits for that who knows what is to become of it.
-    fn size(&self, source: Source) -> io::Result<Option<(u64, u64)>> {
+    /// What is there of it, and the bytes that this takes. Where nothing is, a file system that is not mounted may have it, or has another number by now.
+    fn look(&self) -> io::Result<(CameFound, u64)> {
         let path = self.path();
         let entry = match Entry::at(Path::new(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -358,18 +363,12 @@ impl Came<'_> {
             Some(entry) => self.device.is_some_and(|device| !entry.is_on(device)),
             None => true,
         };
-        if size.is_none() && is_away {
-            if source == Source::Unknown {
-                return Err(io::Error::other(
-                    "the file system that it is on is not mounted there",
-                ));
-            }
-            tracing::warn!(
-                path,
-                "what came of a disk is not there: if it is on a file system that is not mounted now, nothing tells of it any more"
-            );
-        }
-        Ok(size)
+        Ok(match size {
+            Some((_, 0)) => (CameFound::Empty, 0),
+            Some((_, taken)) => (CameFound::Something, taken),
+            None if is_away => (CameFound::Away, 0),
+            None => (CameFound::Nothing, 0),
+        })
     }
 
     fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {

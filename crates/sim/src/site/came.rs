@@ -1,0 +1,610 @@
+//! What came of a disk with a migration that ended elsewhere: it waits for the word of its source, that has the disk or has not.
+//!
+//! As the product's shell does it (`vmproc`, `came.rs`, `disks/came.rs` and `disks/there.rs`): the source is asked at once and then again and again,
+//! in messages that may be lost or come late, and answers by what it sees in its files; a VM that comes anew, or goes on without
+//! its source, and a person's word that the source is gone have the copy kept. What becomes of it is judged by `godwit-ownership`. Works on the
+//! site. Refuses: a VM that comes anew where what came before cannot be kept. Not here: storage that fails a guest, and devices.
+
+use super::coverage::DiskCase;
+use super::faults::SiteFault;
+use super::images::READ_FAILS;
+use super::model::{MachineId, Packet, Place, VmId};
+use super::own_files::{Along, Arrival, Content, File, KeptFile, MoveNote, Notes, Store};
+use super::own_notes::NOTE_FAILS;
+use super::world::Site;
+use godwit_ownership::{
+    CameEnd, CameFound, CameImage, CameSource, Event, PeerMessage, Phase, StateName,
+};
+use godwit_types::{Generation, HostName, MigrationId};
+
+/// How often the source is asked again.
+const LOOK_EACH_MS: u64 = 2000;
+/// For so long a VM that comes anew from the same source waits for its answer.
+const ANSWER_WAIT_MS: u64 = 1000;
+
+/// In the memory of a VM process: what is known of an image that came, as long as it has no end.
+#[derive(Debug, Default)]
+pub(crate) struct Came {
+    /// The source of this migration has the disk.
+    has_disks: Option<MigrationId>,
+    began: Option<u64>,
+    looked: Option<u64>,
+}
+
+/// What became of an image that was to be put aside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Aside {
+    /// Nothing of it is left to be done.
+    Over,
+    Kept,
+    /// It stays until something is known, or can be done.
+    Waits,
+    /// It could not be removed: whoever looks again tries again.
+    Unremoved,
+}
+
+/// What an event says of disks that came, or went along.
+#[derive(Debug)]
+pub(crate) enum OfDisks {
+    Nothing,
+    /// Something is known by it.
+    Ends,
+    /// That host asks whether this one has the disk of this migration.
+    Asks(HostName, MigrationId),
+}
+
+impl Site {
+    /// Before the core hears it: nothing where a person's word could not be written.
+    pub(super) fn hears_of_disks(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        event: &Event,
+    ) -> Option<OfDisks> {
+        if !self.goes_along(vm) {
+            return Some(OfDisks::Nothing);
+        }
+        let ends = match event {
+            Event::Message {
+                from,
+                message:
+                    PeerMessage::AskGift {
+                        migration,
+                        generation: Generation(0),
+                    },
+            } => return Some(OfDisks::Asks(from.clone(), migration.clone())),
+            Event::Message { from, message } => self.source_has_disks(at, vm, (from, message)),
+            Event::HostRemoved { host } => {
+                if !self.source_is_gone(at, vm, host) {
+                    return None;
+                }
+                true
+            }
+            Event::OperatorResolve {
+                run_here: false,
+                confirm_fenced,
+            } => {
+                let process = self.machines[at].slots[vm].process.as_ref();
+                let phase = process.map(|process| &process.core.record().phase);
+                let is_promised = matches!(phase, Some(Phase::Ready { .. }));
+                if is_promised && !self.source_is_gone(at, vm, confirm_fenced) {
+                    return None;
+                }
+                false
+            }
+            _ => false,
+        };
+        Some(match ends {
+            true => OfDisks::Ends,
+            false => OfDisks::Nothing,
+        })
+    }
+
+    /// With which migration an image came that is not this host's, if one is noted.
+    fn what_came(&self, at: MachineId, vm: VmId) -> Option<MigrationId> {
+        let arrival = self.machines[at].slots[vm].own.notes.arriving.as_ref()?;
+        (!arrival.ours).then(|| arrival.migration.clone())
+    }
+
+    /// The VM is not here: what came gets its end, as far as one is known.
+    pub(super) fn clean_what_came(&mut self, at: MachineId, vm: VmId) {
+        let id = self.what_came(at, vm);
+        let process = self.machines[at].slots[vm].process.as_ref();
+        let has_disks = process.and_then(|process| process.came.has_disks.clone());
+        let source = match id.is_some() && id == has_disks {
+            true => CameSource::HasDisks,
+            false => CameSource::Unknown,
+        };
+        let aside = self.put_aside(at, vm, source);
+        if aside == Aside::Kept {
+            self.disk_case(DiskCase::KeptGivenUp);
+        }
+        let (now, waits) = (self.now, aside == Aside::Waits);
+        let Some(process) = self.process(at, vm) else {
+            return;
+        };
+        let came = &mut process.came;
+        let is_first = came.looked.is_none();
+        came.looked = waits.then_some(now);
+        came.began = came.looked.map(|now| came.began.unwrap_or(now));
+        if let Some(id) = id.filter(|_| waits) {
+            self.disk_case(match is_first {
+                true => DiskCase::CameWaits,
+                false => DiskCase::AskedAgain,
+            });
+            self.ask_for_disks(at, vm, id);
+        }
+    }
+
+    fn ask_for_disks(&mut self, at: MachineId, vm: VmId, migration: MigrationId) {
+        let note = self.own(at, vm).note.as_ref();
+        let peer = note.filter(|note| note.migration == migration);
+        let peer = peer.map(|note| note.peer.clone());
+        if let Some(to) = peer.and_then(|peer| self.id_of(&peer)) {
+            let message = PeerMessage::ask_for_disks(migration);
+            let packet = Packet::Peer { vm, message };
+            self.send(Place::Machine(at), Place::Name(to), packet);
+        }
+    }
+
+    /// Looks again at an image that has no end yet.
+    pub(super) fn clean_what_waits(&mut self, at: MachineId, vm: VmId) {
+        let process = self.machines[at].slots[vm].process.as_ref();
+        if process.is_none_or(|process| process.came.looked.is_none()) {
+            return;
+        }
+        let lives = self.machines[at].slots[vm].qemu.is_some();
+        if !lives && self.what_came(at, vm).is_some() {
+            self.clean_disk(at, vm);
+        } else if let Some(process) = self.process(at, vm) {
+            process.came = Came::default();
+        }
+    }
+
+    /// Once a second: VM processes that wait for a source ask again now and then.
+    pub(super) fn clean_again(&mut self) {
+        let now = self.now;
+        for (at, vm) in self.slots() {
+            let process = self.machines[at].slots[vm].process.as_ref();
+            let process = process.filter(|process| process.frozen_until <= now);
+            let looked = process.and_then(|process| process.came.looked);
+            if looked.is_some_and(|looked| now >= looked + LOOK_EACH_MS) {
+                self.clean_what_waits(at, vm);
+            }
+        }
+    }
+
+    fn slots(&self) -> impl Iterator<Item = (MachineId, VmId)> + use<> {
+        let (machines, vms) = (self.machines.len(), self.vms.len());
+        (0..machines).flat_map(move |at| (0..vms).map(move |vm| (at, vm)))
+    }
+
+    /// Notes whether this says that the source of what came has the disk. Returns that.
+    pub(super) fn source_has_disks(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (from, message): (&HostName, &PeerMessage),
+    ) -> bool {
+        let PeerMessage::Abort {
+            migration,
+            has_disks: true,
+            ..
+        } = message
+        else {
+            return false;
+        };
+        let is_of_source = self.is_from(at, vm, (from, migration));
+        if let Some(process) = self.process(at, vm).filter(|_| is_of_source) {
+            process.came.has_disks = Some(migration.clone());
+        }
+        is_of_source
+    }
+
+    /// Whether the VM was last to come from that host, with this migration.
+    fn is_from(&self, at: MachineId, vm: VmId, (host, id): (&HostName, &MigrationId)) -> bool {
+        let note = self.machines[at].slots[vm].own.note.as_ref();
+        let note = note.filter(|note| note.is_destination);
+        note.is_some_and(|note| note.peer == *host && note.migration == *id)
+    }
+
+    /// A person says that a host is gone for good: if the VM was to come from it, that is durable before anything follows. False where it
+    /// could not be written.
+    pub(super) fn source_is_gone(&mut self, at: MachineId, vm: VmId, host: &HostName) -> bool {
+        let process = self.machines[at].slots[vm].process.as_ref();
+        let is_elsewhere = process.is_some_and(|process| match &process.core.record().phase {
+            Phase::Absent
+            | Phase::Incoming { .. }
+            | Phase::Ready { .. }
+            | Phase::Refused { .. } => true,
+            Phase::Holds { .. }
+            | Phase::Stopping { .. }
+            | Phase::Gave { .. }
+            | Phase::Moved { .. } => false,
+        });
+        let came = self.what_came(at, vm).filter(|_| is_elsewhere);
+        if !came.is_some_and(|id| self.is_from(at, vm, (host, &id))) {
+            return true;
+        }
+        self.note_down(at, vm, |notes| {
+            if let Some(arrival) = &mut notes.arriving {
+                arrival.source_gone = true;
+            }
+        })
+    }
+
+    /// The VM comes anew, from this host: what came before is kept. False for a moment where that is the same one, which is asked just now;
+    /// where a part of the disk is kept already; and where nothing can be kept.
+    pub(super) fn comes_anew(&mut self, at: MachineId, vm: VmId, from: &HostName) -> bool {
+        if let Some(id) = self.what_came(at, vm) {
+            let now = self.now;
+            if self.is_from(at, vm, (from, &id)) {
+                let process = self.process(at, vm);
+                let began = process.map(|process| *process.came.began.get_or_insert(now));
+                if began.is_some_and(|began| now < began + ANSWER_WAIT_MS) {
+                    self.disk_case(DiskCase::AnewTooEarly);
+                    self.ask_for_disks(at, vm, id);
+                    return false;
+                }
+            }
+            if self.has_kept_part(at, vm) {
+                self.disk_case(DiskCase::AnewBesideKept);
+                self.clear_kept(at, vm);
+                return false;
+            }
+        }
+        let aside = self.put_aside(at, vm, CameSource::Gone);
+        if aside == Aside::Kept {
+            self.disk_case(DiskCase::KeptAnew);
+        }
+        if let Some(process) = self.process(at, vm).filter(|_| aside != Aside::Waits) {
+            process.came = Came::default();
+        }
+        aside != Aside::Waits
+    }
+
+    /// A part came, and another copy of that disk is kept: each try would take the room of one more.
+    fn has_kept_part(&self, at: MachineId, vm: VmId) -> bool {
+        let own = &self.machines[at].slots[vm].own;
+        let mut kept = own.files.kept.iter();
+        let arrival = own.notes.arriving.as_ref();
+        arrival.is_some_and(|arrival| arrival.whole.is_none())
+            && kept.any(|kept| kept.place == own.notes.place)
+    }
+
+    /// With which migration the VM comes, or goes, is written down; false where it could not be.
+    pub(super) fn keep_move_note(&mut self, at: MachineId, vm: VmId, note: MoveNote) -> bool {
+        let is_written = !self.strikes(SiteFault::WriteFails, NOTE_FAILS);
+        if is_written {
+            self.own(at, vm).note = Some(note);
+        }
+        is_written
+    }
+
+    /// What came with an earlier migration gets its end, as far as that is known of its source.
+    pub(super) fn put_aside(&mut self, at: MachineId, vm: VmId, source: CameSource) -> Aside {
+        let arrival = self.own(at, vm).notes.arriving.clone();
+        let aside = match arrival {
+            None => Aside::Over,
+            // Nothing is forgotten of one that is this host's and has no name yet.
+            Some(arrival) if arrival.ours => return Aside::Over,
+            Some(arrival) => self.settle_came((at, vm), &arrival, source),
+        };
+        if matches!(aside, Aside::Over | Aside::Kept) {
+            self.forget(at, vm);
+        }
+        aside
+    }
+
+    pub(super) fn settle_came(
+        &mut self,
+        (at, vm): (MachineId, VmId),
+        arrival: &Arrival,
+        source: CameSource,
+    ) -> Aside {
+        let is_whole = arrival.whole.is_some();
+        let source = self.planted_word(source.given_up(arrival.source_gone));
+        let file = self.own(at, vm).files.beside.get(&arrival.migration);
+        let found = match file {
+            None => CameFound::Nothing,
+            Some(file) if file.content == Content::default() => CameFound::Empty,
+            Some(_) => CameFound::Something,
+        };
+        let is_there = file.is_some();
+        if is_there && is_whole && self.plant.uses_failed_copy() {
+            return Aside::Unremoved;
+        }
+        if is_there && self.strikes(SiteFault::ImageUnread, READ_FAILS) {
+            return Aside::Waits;
+        }
+        let came = CameImage { source, is_whole };
+        match came.judge(found) {
+            CameEnd::Stays => Aside::Waits,
+            CameEnd::Removed | CameEnd::Kept if !is_there => Aside::Over,
+            CameEnd::Removed => self.remove_came((at, vm), arrival, found),
+            CameEnd::Kept => self.keep_came((at, vm), &arrival.migration),
+        }
+    }
+
+    fn planted_word(&self, source: CameSource) -> CameSource {
+        match source {
+            CameSource::Unknown if self.plant.removes_unasked() => CameSource::HasDisks,
+            CameSource::Gone if self.plant.removes_given_up() => CameSource::HasDisks,
+            source => source,
+        }
+    }
+
+    fn remove_came(
+        &mut self,
+        (at, vm): (MachineId, VmId),
+        arrival: &Arrival,
+        found: CameFound,
+    ) -> Aside {
+        if self.cannot_remove(at, vm) {
+            return Aside::Unremoved;
+        }
+        let file = self.own(at, vm).files.beside.remove(&arrival.migration);
+        if let Some(file) = file {
+            self.must_not_be_last((at, vm), &file, &arrival.migration);
+        }
+        self.disk_case(match (arrival.whole, found) {
+            (Some(_), _) => DiskCase::WholeRemoved,
+            (None, CameFound::Empty) => DiskCase::EmptyRemoved,
+            (None, _) => DiskCase::PartRemoved,
+        });
+        Aside::Over
+    }
+
+    /// It is durable, and has a name that nobody removes.
+    fn keep_came(&mut self, (at, vm): (MachineId, VmId), migration: &MigrationId) -> Aside {
+        if self.cannot_remove(at, vm) {
+            return Aside::Waits;
+        }
+        self.note(|w| {
+            let (host, vm) = (w.label(at), &w.vms[vm]);
+            format!("{host} {vm}: what came with {migration} is kept")
+        });
+        let own = self.own(at, vm);
+        let place = own.notes.place;
+        if let Some(mut file) = own.files.beside.remove(migration) {
+            file.durable = file.content;
+            file.durable_record.clone_from(&file.record);
+            own.files.kept.push(KeptFile { place, file });
+        }
+        Aside::Kept
+    }
+
+    // ---- as the source ----
+
+    /// Another host asks whether this one has the disk that went along with this migration.
+    pub(super) fn answer_for_disks(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (from, migration): (&HostName, MigrationId),
+    ) {
+        let Some(to) = self.id_of(from).filter(|_| self.goes_along(vm)) else {
+            return;
+        };
+        if !self.knows_nothing_of(at, vm, &migration) {
+            return;
+        }
+        let has_disks = self.has_disks_of(at, vm, &migration);
+        if has_disks {
+            self.is_said(vm, &migration);
+        }
+        let message = PeerMessage::Abort {
+            migration,
+            reason: None,
+            cancelled: false,
+            has_disks,
+        };
+        let packet = Packet::Peer { vm, message };
+        self.send(Place::Machine(at), Place::Name(to), packet);
+    }
+
+    /// Whether this host holds the VM and moves it in no such migration, or has had it taken with another.
+    fn knows_nothing_of(&self, at: MachineId, vm: VmId, id: &MigrationId) -> bool {
+        let process = self.machines[at].slots[vm].process.as_ref();
+        process.is_some_and(|process| {
+            let record = process.core.record();
+            let went_on =
+                matches!(&record.phase, Phase::Moved { migration, .. } if migration != id);
+            let current = process.outgoing.as_ref();
+            (record.power().is_some() || went_on)
+                && process.core.state_name() != StateName::Recovering
+                && current.is_none_or(|current| current.migration != *id)
+        })
+    }
+
+    fn has_disks_of(&mut self, at: MachineId, vm: VmId, id: &MigrationId) -> bool {
+        let slot = &self.machines[at].slots[vm];
+        if slot.own.went_on.contains(id) {
+            self.disk_case(DiskCase::SaidWentOn);
+            return true;
+        }
+        let Some(process) = slot.process.as_ref() else {
+            return false;
+        };
+        let phase = &process.core.record().phase;
+        let holds = matches!(phase, Phase::Holds { .. } | Phase::Stopping { .. });
+        if !holds || process.outgoing.is_some() {
+            return false;
+        }
+        let looked = match self.strikes(SiteFault::ImageUnread, READ_FAILS) {
+            true => DiskCase::LookFailed,
+            false => self.look_for_that_of(at, vm, id),
+        };
+        self.disk_case(looked);
+        let is_there = matches!(looked, DiskCase::SaidHasDisk | DiskCase::SaidMoved);
+        is_there || self.plant.says_unlooked()
+    }
+
+    /// Whether the disk has the image that it had when it went along, as this host sees it.
+    fn look_for_that_of(&self, at: MachineId, vm: VmId, id: &MigrationId) -> DiskCase {
+        let slot = &self.machines[at].slots[vm];
+        let (own, lives) = (&slot.own, slot.qemu.is_some());
+        let what = match lives {
+            true => &own.notes,
+            false => &own.kept,
+        };
+        let is_here = what.arriving.is_none() || lives && own.is_here;
+        let along = what.along.iter().find(|along| along.migration == *id);
+        let along = along.filter(|along| is_here && along.place == what.place);
+        let Some(along) = along else {
+            return DiskCase::NotAlong;
+        };
+        let Some(file) = own.files.images[along.place].as_ref() else {
+            return DiskCase::LookNotThere;
+        };
+        let is_open = !lives || what.image == Some(file.id);
+        let now = self.seen_along(at, along.place, file, id);
+        if !is_open || !now.is_same(along) {
+            return DiskCase::LookAnother;
+        }
+        let known = own.due.as_ref().filter(|_| lives);
+        let known = known.or(what.known.as_ref());
+        let says = now.says.as_ref();
+        let is_older = says
+            .zip(known)
+            .is_some_and(|(says, known)| says.image == known.image && says.taken < known.taken);
+        match (is_older, along.has_moved) {
+            (true, _) => DiskCase::LookOlder,
+            (false, true) => DiskCase::SaidMoved,
+            (false, false) => DiskCase::SaidHasDisk,
+        }
+    }
+
+    fn seen_along(&self, at: MachineId, place: Store, file: &File, id: &MigrationId) -> Along {
+        Along {
+            migration: id.clone(),
+            place,
+            says: file.says(),
+            image: file.id,
+            boot: self.machines[at].boot,
+            has_moved: false,
+        }
+    }
+
+    /// The disk goes along with this migration, as it is now: none where that cannot be seen.
+    pub(super) fn goes_along_with(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        id: &MigrationId,
+    ) -> Option<Along> {
+        if self.strikes(SiteFault::ImageUnread, READ_FAILS) {
+            return None;
+        }
+        let own = &self.machines[at].slots[vm].own;
+        let file = own.image()?;
+        Some(self.seen_along(at, own.notes.place, file, id))
+    }
+
+    /// The disk has another image of this host from now on: what it is in each migration with which its former one went along.
+    pub(super) fn followed_along(&self, at: MachineId, vm: VmId, second: Store) -> Vec<Along> {
+        let own = &self.machines[at].slots[vm].own;
+        let (former, now) = (own.image(), own.files.images[second].as_ref());
+        let all = own.notes.along.iter().map(|along| {
+            let (Some(former), Some(now)) = (former, now) else {
+                return along.clone();
+            };
+            let before = self.seen_along(at, own.notes.place, former, &along.migration);
+            match along.is_same(&before) {
+                true => Along {
+                    has_moved: true,
+                    ..self.seen_along(at, second, now, &along.migration)
+                },
+                false => along.clone(),
+            }
+        });
+        all.collect()
+    }
+
+    /// The disk is elsewhere, with this migration: notes the earlier ones with which the same image went along.
+    pub(super) fn note_went_on(&mut self, at: MachineId, vm: VmId, with: &MigrationId) {
+        let along = &self.own(at, vm).notes.along;
+        let Some(gone) = along.iter().find(|along| along.migration == *with) else {
+            return;
+        };
+        let earlier = along
+            .iter()
+            .filter(|along| along.migration != *with && along.is_same(gone));
+        let earlier: Vec<_> = earlier.map(|along| along.migration.clone()).collect();
+        if !earlier.is_empty() && !self.strikes(SiteFault::WriteFails, NOTE_FAILS) {
+            self.own(at, vm).went_on.extend(earlier);
+        }
+    }
+
+    // ---- as an observer and a person ----
+
+    /// Whether any file but those that wait for a word has all that the VM's guest was told is durable.
+    fn is_on_some_disk(&self, vm: VmId) -> bool {
+        let machines = self.machines.iter().filter(|machine| !machine.is_clone);
+        let mut files = machines.flat_map(|machine| machine.slots[vm].own.files.disks());
+        files.any(|file| self.is_newest(vm, file.content))
+    }
+
+    /// A source says that it has the disk: whether anybody has, just then.
+    fn is_said(&mut self, vm: VmId, migration: &MigrationId) {
+        let is_true = self.is_on_some_disk(vm);
+        let words = &mut self.images[vm].words;
+        words.insert(migration.clone(), is_true);
+    }
+
+    /// The product has removed what came: something else has all of it that counts, or had when the source said so.
+    fn must_not_be_last(&mut self, (at, vm): (MachineId, VmId), file: &File, id: &MigrationId) {
+        let image = &self.images[vm];
+        let is_true = image.words.get(id).copied().unwrap_or(false);
+        let counts = image.acknowledged > 0 && self.is_newest(vm, file.content);
+        let is_clone = self.machines[at].is_clone;
+        if !counts || is_clone || is_true || self.guests[vm].deleted {
+            return;
+        }
+        let machines = self.machines.iter().filter(|machine| !machine.is_clone);
+        let mut beside = machines.flat_map(|machine| machine.slots[vm].own.files.beside.values());
+        let is_beside = beside.any(|file| self.is_newest(vm, file.content));
+        if !is_beside && !self.is_on_some_disk(vm) {
+            let what = format!(
+                "{} removes what came of the disk of {} with {id}, the only file with all that its guest was told is durable",
+                self.label(at),
+                self.vms[vm]
+            );
+            self.violated_unless_exempt(vm, what);
+        }
+    }
+
+    /// What came of a disk somewhere: a person looks there last. With that file, if it has all.
+    pub(super) fn came_somewhere(&mut self, vm: VmId) -> Option<(bool, u64, Content)> {
+        let slots = self
+            .machines
+            .iter()
+            .map(|machine| &machine.slots[vm].own.files);
+        let kept = slots.clone().flat_map(|files| files.kept.iter());
+        let kept = kept.map(|kept| (DiskCase::KeptUsed, &kept.file));
+        let beside = slots.flat_map(|files| files.beside.values());
+        let mut all = kept.chain(beside.map(|file| (DiskCase::WaitingUsed, file)));
+        let (case, file) = all.find(|(_, file)| self.is_newest(vm, file.content))?;
+        let content = file.content;
+        self.disk_case(case);
+        Some((true, content.written, content))
+    }
+
+    /// A copy that is kept is in the way: a person moves it away, once it is no disk of anybody's.
+    fn clear_kept(&mut self, at: MachineId, vm: VmId) {
+        let mut others = (0..self.machines.len()).filter(|other| *other != at);
+        let is_elsewhere = others.any(|other| self.runs_at(other, vm) && self.is_anywhere(vm));
+        if is_elsewhere && self.rng.chance(300) {
+            self.note(|w| format!("person: the copy kept at {} is moved away", w.label(at)));
+            self.own(at, vm).files.kept.clear();
+        }
+    }
+}
+
+impl Notes {
+    pub(super) fn note_along(&mut self, along: Along) {
+        self.along
+            .retain(|before| before.migration != along.migration);
+        self.along.insert(0, along);
+    }
+}
