@@ -536,7 +536,37 @@ impl Site {
         }
     }
 
-    // ---- as an observer and a person ----
+    // ---- as an observer, a person, and what happens to storage ----
+
+    /// The host from which a copy came that may be the last with all of a disk, and that disk's VM.
+    pub(super) fn source_of_copy(&self) -> Option<(MachineId, VmId)> {
+        self.slots().find_map(|(at, vm)| {
+            let own = &self.machines[at].slots[vm].own;
+            let note = own.note.as_ref().filter(|note| note.is_destination)?;
+            let file = own.files.beside.get(&note.migration)?;
+            let counts = self.images[vm].acknowledged > 0 && self.is_newest(vm, file.content);
+            let source = self.id_of(&note.peer).filter(|_| counts)?;
+            Some((self.address[source], vm))
+        })
+    }
+
+    /// The storage of a host loses the image that is a disk there; where its guest runs the host goes off with it, and comes again.
+    pub(super) fn lose_image(&mut self, at: MachineId, vm: VmId) -> bool {
+        let slot = &self.machines[at].slots[vm];
+        let fits = self.goes_along(vm) && slot.own.image().is_some();
+        if !fits || self.machines[at].is_clone {
+            return false;
+        }
+        if slot.qemu.is_some() && !self.crash_for_a_while(at) {
+            return false;
+        }
+        self.note(|w| format!("the image of {} at {} is lost", w.vms[vm], w.label(at)));
+        self.losing(at, |w| {
+            let own = w.own(at, vm);
+            own.files.images[own.notes.place] = None;
+        });
+        true
+    }
 
     /// Whether any file but those that wait for a word has all that the VM's guest was told is durable.
     fn is_on_some_disk(&self, vm: VmId) -> bool {

@@ -5,8 +5,8 @@
 
 use super::coverage::DiskCase;
 use super::jobs::Kind;
-use super::model::{Backup, Exempt, Machine, MachineId, NameId, VmId};
-use super::own_files::{Content, File, Files, OwnDisk, Store};
+use super::model::{Backup, Exempt, Machine, MachineId, NameId, Slot, VmId};
+use super::own_files::{Content, File, Files, Store};
 use super::world::Site;
 use godwit_ownership::HostRecord;
 use godwit_site::Whereabouts;
@@ -355,17 +355,17 @@ impl Site {
         self.put_image(at, vm, content, false);
     }
 
-    /// An image is put back from a copy while no QEMU of the VM lives.
+    /// An image is put back from a copy while no QEMU of the VM lives there.
     pub(crate) fn restore_own(&mut self, vm: VmId) -> bool {
-        let lives = self.machines.iter().any(|m| m.slots[vm].qemu.is_some());
-        let older = |own: &OwnDisk| {
+        let older = |slot: &Slot| {
+            let own = Some(&slot.own).filter(|_| slot.qemu.is_none())?;
             let (place, copy) = own.copy.as_ref()?;
             let image = own.files.images[*place].as_ref()?;
             Some(copy.content.written < image.content.written)
         };
         let mut machines = 0..self.machines.len();
-        let found = machines.find(|at| older(&self.machines[*at].slots[vm].own) == Some(true));
-        let Some(at) = found.filter(|_| self.goes_along(vm) && !lives) else {
+        let found = machines.find(|at| older(&self.machines[*at].slots[vm]) == Some(true));
+        let Some(at) = found.filter(|_| self.goes_along(vm)) else {
             return false;
         };
         self.note(|w| {
@@ -382,26 +382,6 @@ impl Site {
             if let Some((place, copy)) = own.copy.clone() {
                 own.files.images[place] = Some(File { id, ..copy });
             }
-        });
-        true
-    }
-
-    /// The storage of a host that runs no QEMU of a VM loses the image that is its disk there.
-    pub(crate) fn lose_image(&mut self) -> bool {
-        let fits = |w: &Self, at: MachineId, vm: VmId| {
-            let slot = &w.machines[at].slots[vm];
-            let is_idle = slot.qemu.is_none() && !w.machines[at].is_clone;
-            w.goes_along(vm) && is_idle && slot.own.image().is_some()
-        };
-        let machines = self.machines.len();
-        let mut all = (0..self.vms.len()).flat_map(|vm| (0..machines).map(move |at| (at, vm)));
-        let Some((at, vm)) = all.find(|(at, vm)| fits(self, *at, *vm)) else {
-            return false;
-        };
-        self.note(|w| format!("the image of {} at {} is lost", w.vms[vm], w.label(at)));
-        self.losing(at, |w| {
-            let own = w.own(at, vm);
-            own.files.images[own.notes.place] = None;
         });
         true
     }

@@ -122,6 +122,15 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::Liar,
 ];
 
+/// Those that take a disk from the host from which a copy came, where that may be the last one.
+const AT_SOURCES: &[SiteFault] = &[
+    SiteFault::CrashHost,
+    SiteFault::RestoreImage,
+    SiteFault::LoseImage,
+    SiteFault::LoseImage,
+    SiteFault::LoseHost,
+];
+
 impl Site {
     pub(crate) fn draw_swarm(&mut self) {
         for fault in SiteFault::ALL {
@@ -160,10 +169,15 @@ impl Site {
         if !self.is_faulty || !self.rng.chance(24) {
             return;
         }
-        if !self.is_handing_over() && !self.rng.chance(500) {
+        let is_aimed = self.source_of_copy().is_some();
+        if !is_aimed && !self.is_handing_over() && !self.rng.chance(500) {
             return;
         }
-        let fault = STRIKES[self.rng.index(STRIKES.len())];
+        let all = match is_aimed && self.rng.chance(500) {
+            true => AT_SOURCES,
+            false => STRIKES,
+        };
+        let fault = all[self.rng.index(all.len())];
         if self.allows(fault) && self.strike(fault) {
             self.note(|_| format!("fault: {}", fault.name()));
             self.count(fault);
@@ -246,8 +260,10 @@ impl Site {
             SiteFault::RestoreState => self.restore_machine(at, false),
             SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
-            SiteFault::RestoreImage => (0..self.vms.len()).any(|vm| self.restore_image(vm)),
-            SiteFault::LoseImage => self.lose_image(),
+            SiteFault::RestoreImage => {
+                self.restore_image(vm) || (0..self.vms.len()).any(|vm| self.restore_image(vm))
+            }
+            SiteFault::LoseImage => self.lose_image(at, vm),
             SiteFault::LoseHost => self.lose_machine(at),
             SiteFault::CloneHost => self.clone_machine(at),
             SiteFault::Liar => self.begin_to_lie(at),
@@ -258,6 +274,9 @@ impl Site {
     /// Faults of a QEMU and its guest strike where there is one.
     fn fitting(&mut self, fault: SiteFault, at: MachineId, vm: VmId) -> (MachineId, VmId) {
         if let Some(found) = self.any_disk_move().filter(|_| self.rng.chance(500)) {
+            return found;
+        }
+        if let Some(found) = self.source_of_copy().filter(|_| self.rng.chance(500)) {
             return found;
         }
         let needs_guest = matches!(
@@ -355,7 +374,7 @@ impl Site {
         true
     }
 
-    fn crash_for_a_while(&mut self, at: MachineId) -> bool {
+    pub(crate) fn crash_for_a_while(&mut self, at: MachineId) -> bool {
         if !self.crash(at) {
             return false;
         }
