@@ -175,6 +175,42 @@ impl Database {
 }
 
 impl Site {
+    /// It starts again from a copy of its database.
+    pub(super) fn restore_database(&mut self) -> bool {
+        let of = &mut self.controllers[0];
+        let Some(backup) = of.backup.clone() else {
+            return false;
+        };
+        of.is_up = false;
+        of.is_old = true;
+        of.db = backup;
+        for guest in &mut self.guests {
+            guest.is_changing = false;
+        }
+        let delay = 100 + self.rng.below(3000);
+        let controller = 0;
+        self.after(delay, Happening::ControllerStarts { controller });
+        true
+    }
+
+    /// A controller is made from an old copy while the old one still runs.
+    pub(super) fn second_controller(&mut self) -> bool {
+        let Some(backup) = self.controllers[0].backup.clone() else {
+            return false;
+        };
+        if self.controllers.len() > 1 {
+            return false;
+        }
+        let mut second = Controller::new(self.plant);
+        second.db = backup;
+        second.is_old = true;
+        self.controllers.push(second);
+        let delay = 10 + self.rng.below(2000);
+        let controller = 1;
+        self.after(delay, Happening::ControllerStarts { controller });
+        true
+    }
+
     pub(crate) fn controller_starts(&mut self, controller: usize) {
         let (life, plant) = (self.next_number(), self.plant);
         let of = &mut self.controllers[controller];

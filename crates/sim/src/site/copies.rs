@@ -44,7 +44,7 @@ impl Site {
         record.and_then(HostRecord::may_run)
     }
 
-    fn has_newest(&self, at: MachineId, vm: VmId) -> bool {
+    pub(super) fn has_newest(&self, at: MachineId, vm: VmId) -> bool {
         let content = self.content_at(at, vm);
         content.is_some_and(|content| self.is_newest(vm, content))
     }
@@ -390,6 +390,10 @@ impl Site {
         self.note(|w| format!("copies of the images of {} are kept", w.vms[vm]));
         for machine in &mut self.machines {
             let own = &mut machine.slots[vm].own;
+            // An earlier one is kept at times.
+            if own.copy.is_some() && self.rng.chance(700) {
+                continue;
+            }
             own.copy = own.image().cloned().map(|file| (own.notes.place, file));
             if let Some((_, copy)) = &mut own.copy {
                 copy.durable = copy.content;
@@ -508,6 +512,11 @@ impl Site {
             return None;
         }
         self.put_best_image(at, vm);
+        // With the description that fits.
+        let place = self.own(at, vm).described;
+        let places = &mut self.controllers[controller].db.places;
+        places.insert(vm, place);
+        self.describes_newest(controller, vm);
         Some(name)
     }
 

@@ -31,6 +31,7 @@ named! {
         SaidHasDisk => "times a source said that it has the disk",
         SaidMoved => "times it said so of one that had moved on its host since",
         SaidWentOn => "times it said so of one that went on with a later migration",
+        SaidPutBack => "times it said so of a copy that was put back, which nobody tells from the disk",
         NotAlong => "times it did not, since it knows of no such disk that is there still",
         LookFailed => "times it did not, since the image could not be read",
         LookNotThere => "times it did not, since no image was there",

@@ -5,6 +5,7 @@
 //! Everything that can fail fails; then all heals, people do what they are shown, and each VM must run exactly once.
 //! Refuses: to pass a seed that broke an invariant. What is exempt is counted, by its ground.
 
+mod along;
 mod came;
 mod check;
 mod controller;

@@ -5,7 +5,7 @@
 use super::model::{
     Happening, MachineId, Memory, Outgoing, Packet, Place, QemuProcess, Receiving, VmId,
 };
-use super::own_files::MoveNote;
+use super::own_files::{Content, MoveNote};
 use super::world::Site;
 use godwit_ownership::{Event, StateName, Status};
 use godwit_types::{Generation, HostName, MigrationId};
@@ -129,12 +129,30 @@ impl Site {
         if process.core.state_name() == StateName::Precopy {
             if now > out.began + PRECOPY_MAX_MS {
                 self.feed(at, vm, Event::Cancel);
-            } else {
+            } else if !self.copies_a_part(at, vm) {
                 self.feed(at, vm, Event::SwitchoverRequested);
             }
         }
         let process = number;
         self.after(PRECOPY_MS, Happening::Precopy { at, vm, process });
+    }
+
+    /// A part of the disk that goes along is there. Whether more is to be copied before the guest stops.
+    fn copies_a_part(&mut self, at: MachineId, vm: VmId) -> bool {
+        let Some((migration, Place::Name(to))) = self.outgoing(at, vm) else {
+            return false;
+        };
+        let (to, content) = (self.address[to], self.content_to_send(at, vm));
+        let is_reached = self.machines[to].is_up && self.connects(at, to);
+        let arriving = self.machines[to].slots[vm].own.notes.arriving.as_ref();
+        let comes = arriving.is_some_and(|arrival| arrival.whole.is_none());
+        let content = content.filter(|_| is_reached && comes && self.goes_along(vm));
+        let part = content.map(|content| Content {
+            is_part: true,
+            ..content
+        });
+        self.fill_copy(to, vm, &migration, part);
+        part.is_some() && self.rng.chance(300)
     }
 
     fn outgoing(&mut self, at: MachineId, vm: VmId) -> Option<(MigrationId, Place)> {

@@ -440,6 +440,10 @@ impl Site {
             {
                 // As the refusals say: what is left is an older copy, and is ended first. Then nobody holds the VM.
                 self.guests[vm].is_on = false;
+                if self.has_liar && self.has_newest(self.address[host], vm) {
+                    // That it is an older one a host has said that lies.
+                    self.exempt(vm, Exempt::Liar);
+                }
                 self.begin(controller, vm, Kind::End { host });
             }
             self.begin(controller, vm, Kind::Start { on: None });
