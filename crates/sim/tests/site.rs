@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 const SEEDS: u64 = 60;
 
 /// Within so many seeds every case of disks is reached, and every fault of theirs seen.
-const DISK_SEEDS: u64 = 3_000;
+const DISK_SEEDS: u64 = 10_000;
 
 fn run(seed: u64, trace: bool) -> SiteOutcome {
     let options = SiteOptions {

@@ -204,6 +204,18 @@ impl Site {
         })
     }
 
+    /// A host is off for a while, and an older copy of the image that is a disk there has its place then.
+    pub(super) fn put_back_image(&mut self, at: MachineId, vm: VmId) -> bool {
+        let slot = &self.machines[at].slots[vm];
+        let written = |file: &File| file.content.written;
+        let copy = slot.own.copy.as_ref();
+        let copy = copy.filter(|(place, _)| *place == slot.own.notes.place);
+        let image = slot.own.image().map(written);
+        let fits = copy.is_some_and(|(_, copy)| Some(written(copy)) < image);
+        let is_idle = slot.qemu.is_none() || fits && self.crash_for_a_while(at);
+        fits && is_idle && self.restore_image(vm)
+    }
+
     /// The storage of a host loses the image that is a disk there; where its guest runs the host goes off with it, and comes again.
     pub(super) fn lose_image(&mut self, at: MachineId, vm: VmId) -> bool {
         let slot = &self.machines[at].slots[vm];

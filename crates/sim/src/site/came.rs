@@ -8,7 +8,7 @@
 use super::coverage::DiskCase;
 use super::faults::SiteFault;
 use super::images::READ_FAILS;
-use super::model::{MachineId, Packet, Place, VmId};
+use super::model::{Machine, MachineId, NameId, Packet, Place, VmId};
 use super::own_files::{Arrival, Content, File, KeptFile, MoveNote};
 use super::own_notes::NOTE_FAILS;
 use super::world::Site;
@@ -417,6 +417,15 @@ impl Site {
         let content = file.content;
         self.disk_case(case);
         Some((true, content.written, content))
+    }
+
+    /// A host at which something came of a VM's disk before.
+    pub(super) fn host_with_copy(&self, vm: VmId) -> Option<NameId> {
+        let has = |machine: &&Machine| {
+            let own = &machine.slots[vm].own;
+            !own.files.kept.is_empty() || !own.files.beside.is_empty()
+        };
+        self.machines.iter().find(has).map(|machine| machine.name)
     }
 
     /// A copy that is kept is in the way: a person moves it away, once it is no disk of anybody's.

@@ -126,7 +126,7 @@ const STRIKES: &[SiteFault] = &[
 const AT_SOURCES: &[SiteFault] = &[
     SiteFault::CrashHost,
     SiteFault::RestoreImage,
-    SiteFault::LoseImage,
+    SiteFault::RestoreImage,
     SiteFault::LoseImage,
     SiteFault::LoseHost,
 ];
@@ -169,16 +169,17 @@ impl Site {
         if !self.is_faulty || !self.rng.chance(24) {
             return;
         }
-        let is_aimed = self.source_of_copy().is_some();
-        if !is_aimed && !self.is_handing_over() && !self.rng.chance(500) {
+        let source = self.source_of_copy();
+        if source.is_none() && !self.is_handing_over() && !self.rng.chance(500) {
             return;
         }
-        let all = match is_aimed && self.rng.chance(500) {
-            true => AT_SOURCES,
-            false => STRIKES,
+        let source = source.filter(|_| self.rng.chance(500));
+        let all = match source {
+            Some(_) => AT_SOURCES,
+            None => STRIKES,
         };
         let fault = all[self.rng.index(all.len())];
-        if self.allows(fault) && self.strike(fault) {
+        if self.allows(fault) && self.strike(fault, source) {
             self.note(|_| format!("fault: {}", fault.name()));
             self.count(fault);
         }
@@ -204,10 +205,10 @@ impl Site {
             })
     }
 
-    fn strike(&mut self, fault: SiteFault) -> bool {
+    fn strike(&mut self, fault: SiteFault, source: Option<(MachineId, VmId)>) -> bool {
         let at = self.rng.index(self.machines.len());
         let vm = self.rng.index(self.vms.len());
-        let (at, vm) = self.fitting(fault, at, vm);
+        let (at, vm) = source.unwrap_or_else(|| self.fitting(fault, at, vm));
         let until = self.now + 200 + self.rng.below(6000);
         match fault {
             SiteFault::KillAgent => self.kill_agent(at),
@@ -261,7 +262,8 @@ impl Site {
             SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
             SiteFault::RestoreImage => {
-                self.restore_image(vm) || (0..self.vms.len()).any(|vm| self.restore_image(vm))
+                let is_put_back = source.is_some() && self.put_back_image(at, vm);
+                is_put_back || (0..self.vms.len()).any(|vm| self.restore_image(vm))
             }
             SiteFault::LoseImage => self.lose_image(at, vm),
             SiteFault::LoseHost => self.lose_machine(at),
@@ -274,9 +276,6 @@ impl Site {
     /// Faults of a QEMU and its guest strike where there is one.
     fn fitting(&mut self, fault: SiteFault, at: MachineId, vm: VmId) -> (MachineId, VmId) {
         if let Some(found) = self.any_disk_move().filter(|_| self.rng.chance(500)) {
-            return found;
-        }
-        if let Some(found) = self.source_of_copy().filter(|_| self.rng.chance(500)) {
             return found;
         }
         let needs_guest = matches!(

@@ -41,7 +41,9 @@ impl Site {
             return self.end_job(controller, id);
         };
         // Where its disk comes to there is the controller's to choose.
-        let place = self.rng.index(STORES);
+        let any = self.rng.index(STORES);
+        let kept = &self.machines[self.address[to]].slots[vm].own.files.kept;
+        let place = kept.first().map_or(any, |kept| kept.place);
         self.specs.insert(migration.clone(), place);
         let generation = permission.generation;
         let begun = Move {

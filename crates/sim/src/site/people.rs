@@ -32,7 +32,12 @@ impl Site {
             return self.ask_for(controller, vm, Kind::MoveDisk);
         }
         match self.rng.below(100) {
-            0..30 => self.ask_for(controller, vm, Kind::Move { to: name }),
+            0..30 => {
+                // Again and again to one host.
+                let found = self.host_with_copy(vm).filter(|_| self.rng.chance(400));
+                let to = found.unwrap_or(name);
+                self.ask_for(controller, vm, Kind::Move { to });
+            }
             30..48 => {
                 let on = self.rng.chance(600).then_some(name);
                 self.ask_for(controller, vm, Kind::Start { on });
