@@ -246,7 +246,7 @@ impl Site {
                 }
             }
             if self.has_kept_part(at, vm) {
-                self.disk_case(DiskCase::AnewBesideKept);
+                self.note(|w| format!("{}: a part is kept already", w.label(at)));
                 self.clear_kept(at, vm);
                 return false;
             }
@@ -436,5 +436,78 @@ impl Site {
             self.note(|w| format!("person: the copy kept at {} is moved away", w.label(at)));
             self.own(at, vm).files.kept.clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::site::SitePlant;
+
+    /// A site at whose first machine something came of the first VM's disk, that is whole or a part.
+    fn came(whole: Option<u64>) -> Site {
+        let mut site = Site::new(1, SitePlant::default(), false).unwrap();
+        let id = MigrationId::new("m1").unwrap();
+        site.images[0].acknowledged = 7;
+        let content = Content {
+            written: 7,
+            ..Content::default()
+        };
+        let own = site.own(0, 0);
+        let file = File {
+            content,
+            ..File::default()
+        };
+        own.files.beside.insert(id.clone(), file);
+        own.notes.arriving = Some(Arrival {
+            migration: id,
+            whole: whole.map(Generation),
+            ours: false,
+            source_gone: false,
+        });
+        site
+    }
+
+    #[test]
+    fn what_came_stays_without_a_word_and_is_kept_where_its_source_is_gone() {
+        let mut site = came(None);
+        assert_eq!(site.put_aside(0, 0, CameSource::Unknown), Aside::Waits);
+        assert_eq!(site.own(0, 0).files.beside.len(), 1);
+        assert_eq!(site.put_aside(0, 0, CameSource::Gone), Aside::Kept);
+        let own = site.own(0, 0);
+        assert!(own.files.beside.is_empty() && own.notes.arriving.is_none());
+        assert_eq!(own.files.kept.len(), 1);
+        assert_eq!(site.violation, None);
+    }
+
+    #[test]
+    fn a_part_comes_beside_no_copy_that_is_kept_and_a_whole_one_does() {
+        let from = HostName::new("b").unwrap();
+        for (whole, comes) in [(None, false), (Some(2), true)] {
+            let mut site = came(whole);
+            let (place, file) = (0, File::default());
+            site.own(0, 0).files.kept.push(KeptFile { place, file });
+            assert_eq!(site.comes_anew(0, 0, &from), comes);
+            assert_eq!(site.own(0, 0).files.kept.len(), 1 + usize::from(comes));
+        }
+    }
+
+    #[test]
+    fn the_observer_minds_the_last_copy_unless_the_source_had_the_disk_when_it_said_so() {
+        let id = MigrationId::new("m1").unwrap();
+        for (word, is_violated) in [(None, true), (Some(false), true), (Some(true), false)] {
+            let mut site = came(Some(2));
+            site.images[0]
+                .words
+                .extend(word.map(|word| (id.clone(), word)));
+            assert_eq!(site.put_aside(0, 0, CameSource::HasDisks), Aside::Over);
+            assert_eq!(site.violation.is_some(), is_violated, "{word:?}");
+        }
+        // Another file has all of it.
+        let mut site = came(Some(2));
+        let file = site.own(0, 0).files.beside[&id].clone();
+        site.own(1, 0).files.images[0] = Some(file);
+        site.put_aside(0, 0, CameSource::HasDisks);
+        assert_eq!(site.violation, None);
     }
 }

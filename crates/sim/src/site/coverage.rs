@@ -27,7 +27,6 @@ named! {
         KeptUsed => "kept copies that a person went on from",
         WaitingUsed => "copies that waited for a word, and that a person went on from",
         AnewTooEarly => "VMs that came anew refused, since their source was asked just then",
-        AnewBesideKept => "VMs that came anew refused, since a copy was kept already",
         SaidHasDisk => "times a source said that it has the disk",
         SaidMoved => "times it said so of one that had moved on its host since",
         SaidWentOn => "times it said so of one that went on with a later migration",
