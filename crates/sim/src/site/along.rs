@@ -104,9 +104,10 @@ impl Site {
         let known = own.due.as_ref().filter(|_| lives);
         let known = known.or(what.known.as_ref());
         let says = now.says.as_ref();
-        let is_older = says
-            .zip(known)
-            .is_some_and(|(says, known)| says.image == known.image && says.taken < known.taken);
+        let mut before = known.into_iter().chain(&along.says);
+        let is_older = says.is_some_and(|says| {
+            before.any(|before| before.image == says.image && says.taken < before.taken)
+        });
         match (is_older, along.has_moved) {
             (true, _) => DiskCase::LookOlder,
             (false, true) => DiskCase::SaidMoved,

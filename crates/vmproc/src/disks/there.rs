@@ -118,9 +118,10 @@ impl DiskAlong {
         if open.is_some_and(|image| image != now.identity) || !now.is_same(self) {
             return Err("it is another image than the one that went along".to_owned());
         }
+        // What is known is written down only once the guest runs, and may be from before it was taken last.
         let is_older = |says: &KnownImage| {
-            let known = known.filter(|known| known.image == says.image);
-            known.is_some_and(|known| says.taken < known.taken)
+            let mut before = known.into_iter().chain(&self.says);
+            before.any(|before| before.image == says.image && says.taken < before.taken)
         };
         if now.says.as_ref().is_some_and(is_older) {
             return Err("it is an older copy".to_owned());

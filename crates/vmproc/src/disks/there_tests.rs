@@ -92,6 +92,18 @@ fn an_image_that_is_an_older_copy_or_says_nothing_any_more_is_not_the_disk() {
     assert!(!says_so(&mut vm));
 }
 
+/// A host that loses its power at once after it took an image has not written down that it did: seed 28411 of the site simulator.
+#[test]
+fn an_image_that_was_taken_less_often_than_when_it_went_along_is_an_older_copy() {
+    let mut left = source(Some(3));
+    let path = left.directory.path().join(IMAGE);
+    left.what.known[0].taken = 2;
+    write(&left);
+    assert!(off(&left));
+    say(&path, 2);
+    assert!(!off(&left));
+}
+
 #[test]
 fn a_source_that_could_not_read_all_of_an_image_does_not_say_that_it_has_the_disks() {
     let mut left = source(None);
