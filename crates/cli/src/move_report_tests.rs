@@ -42,7 +42,7 @@ fn a_pause_that_nobody_measured_is_not_told_as_no_pause() {
     let unknown = row(&report(json!({"switchover_ms": 0.0})), "switchover").unwrap();
     assert_eq!(
         unknown,
-        "not known: no VM process lived through all of it (target 50 ms)"
+        "not known: nobody told how long it took (target 50 ms)"
     );
 }
 

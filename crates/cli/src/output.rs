@@ -5,6 +5,7 @@
 use crate::disk_rows::disk_rows;
 use crate::figures::columns;
 use crate::host_rows::info_rows;
+use crate::move_report::pause_ms;
 use crate::plain;
 use crate::tables::vms_of;
 use comfy_table::{ContentArrangement, Table, presets};
@@ -12,7 +13,7 @@ use godwit_types::VmSpec;
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus};
 use godwit_types::host_api::HostVm;
-use godwit_types::migration::{MigrationReport, Outcome, PreflightReport};
+use godwit_types::migration::{MigrationReport, PreflightReport};
 use godwit_types::site::{Claim, Standing};
 use godwit_types::vm::{VmState, mac_text};
 use serde::Serialize;
@@ -396,9 +397,9 @@ impl Output {
                 report.to.to_string(),
                 state_of(report),
                 format!("{:.1} s", report.total_s),
-                match report.outcome {
-                    Some(Outcome::Completed) => format!("{:.1} ms", report.switchover_ms),
-                    _ => "-".into(),
+                match pause_ms(report) {
+                    Some(ms) => format!("{ms:.1} ms"),
+                    None => "-".into(),
                 },
             ]
         });

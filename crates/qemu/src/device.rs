@@ -113,7 +113,7 @@ fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, Str
         return match label::is_blank(device).map_err(told)? {
             true => Ok(None),
             false => Err(format!(
-                "something is on the device {path} that Godwit has not put there (its first MiB and its last are not all zero): choose another place, or, if nobody needs it, have it zeroed with 'blkdiscard -z {path}'"
+                "something is on the device {path} that Godwit has not put there (its first MiB and its last are not all zero): choose another place, or, if nobody needs it, have it zeroed with 'blkdiscard -z -f {path}'"
             )),
         };
     };
@@ -125,7 +125,7 @@ fn must_be_free(device: BorrowedFd<'_>, path: &str) -> Result<Option<Found>, Str
     match label::is_as_left(device, &held.label).map_err(told)? {
         true => Ok(Some(held)),
         false => Err(format!(
-            "something is on the device {path} since the disk that it held moved elsewhere (its first MiB is not as it was left): choose another place; for a disk that was copied there by hand 'godwit image release {path}' drops the label that calls the device free; if nobody needs what is there, do that, and then have it zeroed with 'blkdiscard -z {path}'"
+            "something is on the device {path} since the disk that it held moved elsewhere (its first MiB is not as it was left): choose another place; for a disk that was copied there by hand 'godwit image release {path}' drops the label that calls the device free; if nobody needs what is there, do that, and then have it zeroed with 'blkdiscard -z -f {path}'"
         )),
     }
 }
