@@ -126,7 +126,9 @@ impl Files for Forgetful {
     }
 
     fn sync_file(&self, path: &Path) -> io::Result<()> {
-        match self.syncs_files {
+        // One that has its name already makes that durable on some file systems, too.
+        let is_fresh = path.extension().is_some_and(|end| end == "new");
+        match self.syncs_files && (self.syncs_directories || is_fresh) {
             true => RealFiles.sync_file(path),
             false => Ok(()),
         }

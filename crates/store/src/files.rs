@@ -152,10 +152,21 @@ pub fn replace_durably<F: Files>(files: &F, path: &Path, content: &[u8]) -> Resu
     files
         .rename(&fresh, path)
         .map_err(|e| StoreError::io("replace", path, false, e))?;
+    sync_name(files, path).map_err(|(what, e)| StoreError::io("make durable", what, false, e))
+}
+
+/// Makes the name of a file that is there durable. An error comes with what could not be made so.
+///
+/// The file comes after its directory, also where it is durable already: an XFS that was shut down (its log could not be written) ends
+/// the fsync of a directory without an error, though the name is lost, and only that of a file with EIO. So both count as durable only
+/// where the file system still took writes after the name was in its log.
+pub(crate) fn sync_name<'a, F: Files>(
+    files: &F,
+    path: &'a Path,
+) -> Result<(), (&'a Path, io::Error)> {
     let dir = directory_of(path);
-    files
-        .sync_dir(dir)
-        .map_err(|e| StoreError::io("make durable", dir, false, e))
+    files.sync_dir(dir).map_err(|error| (dir, error))?;
+    files.sync_file(path).map_err(|error| (path, error))
 }
 
 /// Makes a directory and what is missing above it, with this mode, and makes their names durable: also those of a directory

@@ -8,7 +8,7 @@
 
 use crate::checksum::{Seal, seal_of, sealed};
 use crate::error::StoreError;
-use crate::files::{Files, RealFiles, directory_of, replace_durably};
+use crate::files::{Files, RealFiles, directory_of, replace_durably, sync_name};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::ErrorKind;
@@ -106,13 +106,10 @@ pub fn remove_document(path: &Path) -> Result<(), StoreError> {
 
 /// Makes the document that is found at `path` durable, or that there is none. Whoever wrote it may have died before it was.
 pub fn sync_document(path: &Path) -> Result<(), StoreError> {
-    let dir = directory_of(path);
-    let synced = match RealFiles.sync_file(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-        synced => synced.map_err(|error| (path, error)),
-    };
-    let synced = synced.and_then(|()| RealFiles.sync_dir(dir).map_err(|error| (dir, error)));
-    synced.map_err(|(what, error)| StoreError::io("make durable", what, true, error))
+    match sync_name(&RealFiles, path) {
+        Err((what, error)) if what == path && error.kind() == ErrorKind::NotFound => Ok(()),
+        synced => synced.map_err(|(what, error)| StoreError::io("make durable", what, true, error)),
+    }
 }
 
 fn check_size(path: &Path, size: u64) -> Result<(), StoreError> {

@@ -98,7 +98,7 @@ impl<'a> Entry<'a> {
         };
         match removed {
             Ok(()) => {
-                if let Err(error) = self.sync() {
+                if let Err(error) = self.sync_names() {
                     tracing::warn!(%path, %error, "that a file is removed may not be durable");
                 }
                 true
@@ -120,8 +120,23 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// Makes the names in its directory durable.
+    /// Makes the names in its directory durable, and the file, if one has the name.
+    ///
+    /// The file comes last, also where it is durable already: an XFS that was shut down ends the fsync of an open directory without an
+    /// error though the names are lost, and only that of a file with EIO.
     pub(super) fn sync(&self) -> io::Result<()> {
+        self.sync_names()?;
+        if !matches!(self.look()?, Found::File(_)) {
+            return Ok(());
+        }
+        match self.open() {
+            // A file server lets only whoever has the file open it; nothing is shut down then.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+            file => file?.sync_all(),
+        }
+    }
+
+    fn sync_names(&self) -> io::Result<()> {
         // What is held is for names alone.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(fsync(openat(&self.dir, ".", flags, Mode::empty())?)?)
@@ -194,6 +209,19 @@ mod tests {
         let refused = entry.take_from(OsStr::new("image")).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::AlreadyExists);
         entry.sync().unwrap();
+    }
+
+    #[test]
+    fn a_name_is_durable_only_with_its_file_and_where_nothing_has_it_with_its_directory() {
+        let site = Site::new();
+        for name in ["theirs/image", "theirs/none"] {
+            let path = site.at(name);
+            Entry::at(&path).unwrap().sync().unwrap();
+        }
+        // What is no file is not opened: a pipe would wait, and a link may lead anywhere.
+        symlink(site.at("nowhere"), site.at("theirs/link")).unwrap();
+        let path = site.at("theirs/link");
+        Entry::at(&path).unwrap().sync().unwrap();
     }
 
     #[test]

@@ -91,13 +91,18 @@ pub(super) fn rename<'a>(from: &Path, to: &'a Path) -> io::Result<Entry<'a>> {
     Ok(entry)
 }
 
-/// Makes the names of images durable, those that they have while they come, too.
-pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
+/// Makes the names of images durable, or those that they have while they come with a migration.
+pub(super) fn keep_names(disks: &[DiskSpec], coming: Option<&MigrationId>) -> io::Result<()> {
     // What a label says is durable already.
     let files = along(disks).filter(|disk| !is_device_path(&disk.path));
-    let paths = files.map(|disk| Path::new(&disk.path));
-    let one_of_each: BTreeMap<_, _> = paths.map(|path| (path.parent(), path)).collect();
-    let mut paths = one_of_each.into_values();
+    let path = |disk: &DiskSpec| match coming {
+        Some(migration) => arriving_path(&disk.path, migration),
+        None => disk.path.clone(),
+    };
+    let one_of_each: BTreeMap<_, _> = files
+        .map(|disk| (Path::new(&disk.path).parent(), path(disk)))
+        .collect();
+    let mut paths = one_of_each.values().map(Path::new);
     paths.try_for_each(|path| Entry::at(path)?.sync())
 }
 
@@ -157,7 +162,7 @@ fn here(paths: &Paths, what: ServedDisks) {
         arriving: None,
         ..what
     };
-    if let Err(error) = keep_names(&what.disks) {
+    if let Err(error) = keep_names(&what.disks, None) {
         tracing::error!(%error, "the names of the VM's images may not be durable");
         return;
     }

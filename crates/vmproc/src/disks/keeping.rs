@@ -117,7 +117,7 @@ impl Served {
             return Ok(());
         }
         *lock(&self.filling) = Filling::default();
-        keep_names(&self.what().disks).map_err(internal)?;
+        keep_names(&self.what().disks, None).map_err(internal)?;
         self.change(|what| what.arriving = None)
     }
 

@@ -192,12 +192,12 @@ impl Disks {
     pub(crate) fn are_whole(&self, attempt: Generation) -> Result<(), ApiError> {
         let served = &self.0;
         let what = served.what();
-        if what.arriving.is_none() {
+        let Some(arrival) = &what.arriving else {
             return Ok(());
-        }
+        };
         served.names_are_free()?;
         served.what_came_is_there(&what)?;
-        keep_names(&what.disks).map_err(internal)?;
+        keep_names(&what.disks, Some(&arrival.migration)).map_err(internal)?;
         served.change(|what| {
             if let Some(arrival) = &mut what.arriving {
                 arrival.whole = Some(attempt);
