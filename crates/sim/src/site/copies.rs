@@ -369,10 +369,11 @@ impl Site {
             return false;
         };
         self.note(|w| {
-            let host = w.label(at);
+            let (host, own) = (w.label(at), &w.machines[at].slots[vm].own);
             format!(
-                "the image of {} at {host} is put back from a copy",
-                w.vms[vm]
+                "the image of {} at {host} is put back from a copy, {}",
+                w.vms[vm],
+                own.line()
             )
         });
         let id = self.next_number();

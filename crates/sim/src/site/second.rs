@@ -430,7 +430,14 @@ impl Site {
             own.notes.clone_from(&going.after);
         }
         let place = own.notes.place;
-        if !own.must_save && own.kept.place == place {
+        let noted = (
+            own.notes.image.unwrap_or_default(),
+            own.due.as_ref().or(own.notes.known.as_ref()),
+        );
+        let disk = own.files.images[place].as_ref();
+        let is_there = disk.is_some_and(|disk| disk.is_there(place, noted));
+        // Else it may be the best that is left, and the next start judges it.
+        if !own.must_save && own.kept.place == place && is_there {
             self.remove_second((at, vm), &going.copying, place);
         }
     }

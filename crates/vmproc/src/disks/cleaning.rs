@@ -41,7 +41,7 @@ impl Served {
     }
 
     /// Not before it is certain that what is written does not call it the disk. Where that is certain it goes first: it may be what keeps the
-    /// record from having room.
+    /// record from having room. Once QEMU is gone nobody has the disk's image open any more: where that has lost its name, this may be the best that is left.
     pub(super) fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
         // Its record may have been settled before the image was made.
         let is_over =
@@ -54,6 +54,9 @@ impl Served {
                     what.left.extend(left);
                 });
             }
+        } else if !copying.disk_is_there(&self.what()) {
+            // It stays noted, and the next start judges what is there then.
+            return Err(internal(copying.why_left_alone()));
         }
         match copying.remove(&self.what()) {
             false => Err(internal(copying.why_not_moved())),

@@ -312,3 +312,26 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
     served.end();
     assert!(served.save().is_err(), "its hypervisor has ended");
 }
+
+/// Once QEMU is gone nobody has the image open with which the guest worked.
+#[test]
+fn a_copy_stays_where_its_disk_lost_its_image_once_the_guest_has_ended() {
+    for is_there in [true, false] {
+        let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+        let (before, place) = image_and_place(directory.path());
+        let disks = served_with(&site, &before);
+        let (served, what) = (&disks.0, disks.0.what());
+        let mut going = going_to(&place, &what);
+        let made = went(served.make_equal(&mut going));
+        disks.end();
+        drop(made);
+        if !is_there {
+            // A person puts another file there, an older copy say.
+            let other = directory.path().join("other.raw");
+            File::create(&other).unwrap().set_len(BYTES).unwrap();
+            std::fs::rename(&other, &before).unwrap();
+        }
+        assert_eq!(served.remove_copy(&going.copying).is_ok(), is_there);
+        assert_eq!(Path::new(&place.path).exists(), !is_there);
+    }
+}

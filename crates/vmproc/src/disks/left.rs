@@ -298,6 +298,12 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
     });
 }
 
+/// Whether a disk has the image that is noted as its own; what has no label is not compared.
+fn has_image(what: &ServedDisks, (disk, image): (&DiskSpec, (u64, u64))) -> bool {
+    let is_silent = is_device(image) && !what.is_labelled(&disk.path);
+    is_silent || what.noted((disk, image)).is_there().unwrap_or(false)
+}
+
 impl Left {
     /// Whether the disk that had this image has the one that is noted as its own; so that nothing is removed beside an older copy of that. A VM that is
     /// not here has none.
@@ -305,9 +311,7 @@ impl Left {
         let Some((disk, image)) = what.with_image(&self.disk) else {
             return true;
         };
-        let now = what.noted((disk, image));
-        let is_silent = is_device(image) && !what.is_labelled(&disk.path);
-        let is_there = is_silent || now.is_there().unwrap_or(false);
+        let is_there = has_image(what, (disk, image));
         if !is_there {
             let (disk, path, now) = (&self.disk, &self.path, &disk.path);
             tracing::error!(
@@ -340,14 +344,25 @@ impl Copying {
     /// Whether the disk that was being moved has its image still, and so is not this one. What is noted may be an older copy, from before
     /// the move ended; a block device is there after that, too.
     fn is_surely_none(&self, what: &ServedDisks) -> bool {
+        // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
+        let is_there = |own: &(&DiskSpec, (u64, u64))| what.noted(*own).is_there().unwrap_or(false);
+        let meant = self.meant(what);
+        !meant.is_empty() && meant.iter().all(is_there)
+    }
+
+    /// Whether the disk that was being moved has its image, as far as that can be compared: where that was lost, or another one was put in its place,
+    /// this may be the best that is left.
+    pub(super) fn disk_is_there(&self, what: &ServedDisks) -> bool {
+        self.meant(what).into_iter().all(|own| has_image(what, own))
+    }
+
+    /// The disks that it may be a copy of.
+    fn meant<'a>(&self, what: &'a ServedDisks) -> Vec<(&'a DiskSpec, (u64, u64))> {
         let is_meant = |name: &str| self.disk.is_empty() || self.disk == name;
         let meant = what
             .with_images()
             .filter(|(disk, _)| is_meant(&disk.name) && !disk.read_only);
-        let meant: Vec<_> = meant.collect();
-        // A device without a label is not compared; what was taken since that is not written down yet is it all the same.
-        let is_there = |own: &(&DiskSpec, (u64, u64))| what.noted(*own).is_there().unwrap_or(false);
-        !meant.is_empty() && meant.iter().all(is_there)
+        meant.collect()
     }
 
     /// Where its file system is not there now: what is to be removed once it is, and keeps nothing from moving until then.
@@ -462,6 +477,13 @@ impl Copying {
         format!(
             "an image that is not whole is left at {} or {}: it is removed before the next move or start",
             self.beside, self.path
+        )
+    }
+
+    pub(super) fn why_left_alone(&self) -> String {
+        format!(
+            "what disk '{}' was copied to is left at {} or {}: the disk has not the image that it had last, or an older copy of it",
+            self.disk, self.beside, self.path
         )
     }
 
