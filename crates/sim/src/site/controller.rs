@@ -399,7 +399,7 @@ impl Site {
                     w.stamp(controller)
                 )
             });
-            // VMs that only records know are taken into the inventory.
+            // VMs that only records know are taken into the inventory. One that was deleted since is described there still.
             let found: Vec<Change> = self.vms_found(controller);
             self.commit(controller, &found);
         }
@@ -409,8 +409,8 @@ impl Site {
         let book = &self.controllers[controller].book;
         let vms = self.vms.iter().enumerate();
         vms.filter_map(|(vm, name)| {
-            let entry = book.entry(name)?;
-            Some(Change::Exists(vm, !entry.deleted))
+            let is_there = book.entry(name).is_some_and(|entry| !entry.deleted);
+            is_there.then_some(Change::Exists(vm, true))
         })
         .collect()
     }

@@ -452,7 +452,9 @@ impl Site {
         }
         self.coverage.grants += 1;
         self.was_named(controller, vm);
-        self.guests[vm].deleted = false;
+        let was_deleted = std::mem::take(&mut self.guests[vm].deleted);
+        // A restored database describes it still, and a person starts it: nobody promised anything of its disk.
+        self.images[vm].is_lost |= was_deleted && !is_create;
         let of = &self.controllers[controller];
         let what = Ask::Granted {
             vm,

@@ -445,14 +445,24 @@ impl Site {
             {
                 // As the refusals say: what is left is an older copy, and is ended first. Then nobody holds the VM.
                 self.guests[vm].is_on = false;
-                if self.has_liar && self.has_newest(self.address[host], vm) {
-                    // That it is an older one a host has said that lies.
-                    self.exempt(vm, Exempt::Liar);
-                }
+                // A host that lies has said so, and the person goes on with what is elsewhere.
+                self.images[vm].is_lost |= self.is_invented(controller, vm, host);
                 self.begin(controller, vm, Kind::End { host });
             }
             self.begin(controller, vm, Kind::Start { on: None });
         }
+    }
+
+    /// Whether the book was told that another host holds the VM, under a generation that none ever held.
+    fn is_invented(&self, controller: usize, vm: VmId, host: NameId) -> bool {
+        let entry = self.controllers[controller].book.entry(&self.vms[vm]);
+        let journals = self.machines.iter().map(|m| &m.slots[vm].journal);
+        let records = journals.flat_map(|journal| journal.seen.iter().chain(&journal.durable));
+        let held = records.map(|record| record.held).max();
+        entry.is_some_and(|entry| {
+            let is_elsewhere = entry.holder.as_ref() != Some(&self.names[host]);
+            self.has_liar && entry.hearsay && is_elsewhere && Some(entry.held) > held
+        })
     }
 
     /// Hosts that are not themselves, or lie, are removed and join anew; unknown ones are enrolled.
