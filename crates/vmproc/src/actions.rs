@@ -436,6 +436,8 @@ impl Vm {
             | HostPhase::Gave { .. }
             | HostPhase::Ready { .. } => {}
         }
+        let is_left = !self.came.waits() && self.leaves_disks();
+        self.left_over.looked(is_left, Instant::now());
     }
 
     fn show(&mut self, status: Status) {

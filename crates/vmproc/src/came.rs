@@ -6,6 +6,7 @@
 //! word where it cannot be written, and a VM in whose way they are.
 
 use crate::disks::{self, Source};
+use crate::left_over::LeftOver;
 use crate::vm::Vm;
 use godwit_ownership::{PeerMessage, Phase};
 use godwit_types::migration::Side;
@@ -109,8 +110,28 @@ impl Vm {
         }
     }
 
+    /// Whether the VM is not here, and left disks that are noted still.
+    pub(crate) fn leaves_disks(&self) -> bool {
+        let record = self.core.record();
+        let comes = matches!(record.phase, Phase::Incoming { .. });
+        let is_elsewhere = self.hyper.is_none() && !comes && !record.may_hold();
+        is_elsewhere && self.paths.disks().exists()
+    }
+
+    /// Tries again to remove what could not be removed. Whoever only looks at the VM keeps this process, so that no other one does it.
+    fn clean_left_over(&mut self, now: Instant) {
+        if !self.left_over.is_due(now) {
+            return;
+        }
+        match self.leaves_disks() && self.migration.is_none() {
+            true => self.clean_disks(),
+            false => self.left_over = LeftOver::default(),
+        }
+    }
+
     /// Does so now and then. A source that lives has answered by the first time, so that nobody need hear of it before.
-    pub(crate) fn clean_again(&mut self) {
+    pub(crate) fn clean_again(&mut self, now: Instant) {
+        self.clean_left_over(now);
         if self.came.looked.is_none_or(|at| at.elapsed() < LOOK_EACH) {
             return;
         }

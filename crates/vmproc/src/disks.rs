@@ -32,6 +32,7 @@ mod room;
 mod served;
 mod switching;
 mod there;
+mod told;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 #[cfg(test)]

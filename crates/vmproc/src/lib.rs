@@ -31,6 +31,7 @@ mod hypervisor;
 pub mod image;
 mod input;
 mod left;
+mod left_over;
 mod limiting;
 mod measure;
 mod migration;

@@ -14,6 +14,7 @@ use crate::disks;
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
 use crate::input::{GuestNews, Input};
+use crate::left_over::LeftOver;
 use crate::renewal::Handed;
 use crate::room::Room;
 use crate::server::{self, AtHand};
@@ -248,6 +249,7 @@ impl Adopted {
             off_wanted: None,
             obeyed_looked: None,
             came: Came::default(),
+            left_over: LeftOver::default(),
             busy_at: Instant::now(),
         };
         vm.settle(actions);

@@ -11,6 +11,7 @@ use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, internal};
 use crate::input::{DriverNews, GuestNews, Input, News};
+use crate::left_over::LeftOver;
 use crate::measure::Measuring;
 use crate::migration::Migration;
 use crate::room::Room;
@@ -101,6 +102,8 @@ pub(crate) struct Vm {
     pub obeyed_looked: Option<Instant>,
     /// What is known of disks that came with a migration that is over here.
     pub came: Came,
+    /// When images are looked at again that could not be removed.
+    pub left_over: LeftOver,
     pub busy_at: Instant,
 }
 
@@ -139,7 +142,7 @@ impl Vm {
             self.look_after_disks();
             self.look_for_room();
             self.follow_disks_again();
-            self.clean_again();
+            self.clean_again(Instant::now());
         }
         if let Some(hyper) = &self.hyper {
             hyper.console.rest();
@@ -220,7 +223,7 @@ impl Vm {
         })
     }
 
-    fn is_idle(&mut self) -> bool {
+    pub(crate) fn is_idle(&mut self) -> bool {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
             || self.resizes
@@ -228,6 +231,7 @@ impl Vm {
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
             || self.came.waits()
+            || self.left_over.waits()
             || self.at_hand.outbox.is_waited_for(Instant::now())
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);

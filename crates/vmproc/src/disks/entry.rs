@@ -4,6 +4,7 @@
 //! moment, and what is removed by its path is another file then. Owns the descriptor. Whoever may change the names in the very directory can still
 //! exchange the file between the look and the removal, but only for one that he could remove from there himself. Refuses: nothing.
 
+use super::told;
 use crate::faults::planted;
 use godwit_qemu::disk::{open_looked_at, rename_to_free};
 use rustix::fs::{
@@ -15,6 +16,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
+
+/// What the log is told once of: a removal may be tried for days.
+const REMOVED: &str = "removed";
 
 /// What has a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,11 +105,19 @@ impl<'a> Entry<'a> {
                 if let Err(error) = self.sync_names() {
                     tracing::warn!(%path, %error, "that a file is removed may not be durable");
                 }
+                if told::is_over((REMOVED, self.path)) {
+                    tracing::info!(%path, "a file that was left behind is removed");
+                }
                 true
             }
-            Err(Errno::NOENT) => true,
+            Err(Errno::NOENT) => {
+                told::is_over((REMOVED, self.path));
+                true
+            }
             Err(error) => {
-                tracing::warn!(%path, %error, "a file is left behind");
+                if told::is_news((REMOVED, self.path), &error.to_string()) {
+                    tracing::warn!(%path, %error, "a file is left behind");
+                }
                 false
             }
         }

@@ -6,6 +6,7 @@
 
 use super::entry::{Entry, Found};
 use super::labelled::{self, Whose, let_go};
+use super::told;
 use crate::image::readable_record;
 use godwit_blockio::holder;
 use godwit_ownership::{Is, NotedImage};
@@ -13,6 +14,9 @@ use godwit_types::image::KnownImage;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::path::Path;
+
+/// What the log is told once of: it may be tried for days.
+const LOOKED_AT: &str = "looked at";
 
 /// What is noted of such an image.
 #[derive(Debug, Clone, Copy)]
@@ -70,17 +74,18 @@ impl Former<'_> {
                     Ok(true)
                 }
                 Is::Unknown => {
-                    tracing::warn!(
-                        disk,
-                        "whether {path} is its former image is not certain: it is left alone"
-                    );
+                    let why = "whether it is its former image is not certain";
+                    if told::is_news((LOOKED_AT, self.path), why) {
+                        tracing::warn!(disk, %path, "{why}: it is left alone");
+                    }
                     Ok(false)
                 }
             },
         });
         looked.unwrap_or_else(|error| {
             // The place itself may be away for now.
-            if error.kind() != io::ErrorKind::NotFound {
+            let is_away = error.kind() == io::ErrorKind::NotFound;
+            if !is_away && told::is_news((LOOKED_AT, self.path), &error.to_string()) {
                 tracing::warn!(disk, %path, %error, "its former image cannot be looked at");
             }
             false

@@ -1,7 +1,8 @@
 //! Images that go along with their VM: how they are called while they come, when they get their names, and when those of a source go.
 //!
 //! An image that comes has a name of its own until its VM is here, so that nobody takes half of a disk for a whole one. Owns
-//! nothing: the files are the VM's, and `disks.json` says which. All is done in the directory that was looked into ([`super::entry`]).
+//! nothing: the files are the VM's, and `disks.json` says which. What cannot be removed stays noted there, and is tried again
+//! ([`crate::left_over`]). All is done in the directory that was looked into ([`super::entry`]).
 //! Refuses: to remove a file that is another one than QEMU had.
 
 use super::came::{Arrival, Aside, Source, keep_all, put_aside};
@@ -12,6 +13,7 @@ use super::left::{Left, moved, settle_moves};
 use super::record;
 use super::served::ServedDisks;
 use super::there::note_went_on;
+use super::told;
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document};
 use godwit_types::datastore::is_device_path;
@@ -112,21 +114,24 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) else {
         return;
     };
+    let record = paths.disks();
+    let is_news = |what, why: &str| told::is_news((what, &record), why);
     devices::note(paths, &what, true);
     // What a disk was being copied to is known to be none only while the disk has its image.
-    if let Err(why) = settle_moves(paths, None) {
-        tracing::warn!(why, "what moves of the VM's disks left is not removed");
-    }
+    settle_left_moves(paths);
     let what = load_json::<ServedDisks>(&paths.disks());
     // Whoever looks again tries again.
     let Ok(Some(what)) = what.map(|what| what.filter(|what| what.copying.is_none())) else {
         return;
     };
-    if let Err(error) = note_went_on(paths, &what, migration) {
+    let noted = note_went_on(paths, &what, migration);
+    if let Err(error) = noted
+        && is_news("along", &error.to_string())
+    {
         tracing::warn!(%error, "copies that earlier migrations left at other hosts may stay there");
     }
     if what.leaving.as_ref() != Some(migration) {
-        if along(&what.disks).next().is_some() {
+        if along(&what.disks).next().is_some() && is_news("mirrored", migration.as_str()) {
             tracing::warn!(
                 "the VM's disks were not mirrored with migration {migration}: they are left alone"
             );
@@ -137,8 +142,21 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     // Each is tried.
     let gone: Vec<bool> = own.map(|own| what.noted(own).remove()).collect();
     // Whoever looks again tries again.
-    if gone.iter().all(|gone| *gone) {
-        forget(paths);
+    match gone.iter().all(|gone| *gone) {
+        true => forget(paths),
+        false if is_news("gone", migration.as_str()) => tracing::warn!(
+            "images of the VM, which went to another host with migration {migration}, are not removed yet; this is tried again until they are gone"
+        ),
+        false => {}
+    }
+}
+
+/// Removes what moves of a VM that is not here left on this host. What cannot be removed is tried again, and told once.
+fn settle_left_moves(paths: &Paths) {
+    if let Err(why) = settle_moves(paths, None)
+        && told::is_news(("moves", &paths.disks()), &why)
+    {
+        tracing::warn!(why, "what moves of the VM's disks left is not removed");
     }
 }
 
@@ -175,9 +193,7 @@ pub(super) fn forget(paths: &Paths) {
     if let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) {
         devices::note(paths, &what, false);
     }
-    if let Err(why) = settle_moves(paths, None) {
-        tracing::warn!(why, "what moves of the VM's disks left is not removed");
-    }
+    settle_left_moves(paths);
     // What could not be removed stays noted until it is, and tells nothing of a VM of that name that comes.
     let of_none = |left: Left| match left.followed {
         true => Left {
@@ -210,7 +226,9 @@ pub(super) fn remove(path: &Path) -> bool {
         Ok(entry) => entry.remove(),
         Err(error) if error.kind() == io::ErrorKind::NotFound => true,
         Err(error) => {
-            tracing::warn!(path = %path.display(), %error, "a file is left behind");
+            if told::is_news(("removed", path), &error.to_string()) {
+                tracing::warn!(path = %path.display(), %error, "a file is left behind");
+            }
             false
         }
     }

@@ -8,6 +8,8 @@ use godwit_qemu::disk::identity_of;
 use godwit_store::save_json;
 use godwit_types::HostName;
 use godwit_types::vm::VmSpec;
+use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+use std::time::{Duration, Instant};
 
 pub(in crate::disks) struct Left {
     pub site: Site,
@@ -154,6 +156,58 @@ fn an_image_that_went_along_is_removed_by_whoever_opens_the_vm_next_and_no_other
     drop(held.open(holds(Power::Off)));
     assert_eq!(held.files(), ["root.raw"]);
     assert_eq!(held.what.leaving, Some(id("m")));
+}
+
+#[test]
+fn an_image_that_could_not_be_removed_is_tried_again_by_the_same_process_until_it_is_gone() {
+    let left = Left::with(None, Some("m"), &["root.raw"]);
+    let at = left.directory.path().to_owned();
+    let away = at.with_extension("away");
+    std::fs::rename(&at, &away).unwrap();
+    std::fs::write(&at, "no directory").unwrap();
+    let mut vm = left.open(moved("m"));
+    let soon = Instant::now() + Duration::from_secs(11);
+    vm.clean_again(soon);
+    assert!(away.join("root.raw").exists() && left.paths.disks().exists());
+    // No other process would be begun beside one that lives.
+    vm.busy_at = Instant::now() - Duration::from_secs(60);
+    assert!(!vm.is_idle());
+    std::fs::remove_file(&at).unwrap();
+    std::fs::rename(&away, &at).unwrap();
+    vm.clean_again(Instant::now());
+    assert_eq!(left.files(), ["root.raw"], "not yet");
+    vm.clean_again(soon + Duration::from_secs(30));
+    assert!(left.files().is_empty() && !left.paths.disks().exists());
+    vm.busy_at = Instant::now() - Duration::from_secs(60);
+    assert!(!vm.left_over.waits() && vm.is_idle());
+}
+
+/// Has nobody change which names a directory has, or lets everybody again; whether this process may.
+fn is_immutable(directory: &Path, is: bool) -> bool {
+    let directory = std::fs::File::open(directory).unwrap();
+    let Ok(mut flags) = ioctl_getflags(&directory) else {
+        return false;
+    };
+    flags.set(IFlags::IMMUTABLE, is);
+    ioctl_setflags(&directory, flags).is_ok()
+}
+
+#[test]
+fn an_image_in_a_directory_that_nobody_could_change_is_removed_once_that_is_over() {
+    let left = Left::with(None, Some("m"), &["root.raw"]);
+    let at = left.directory.path();
+    if !is_immutable(at, true) {
+        println!("  not possible here");
+        return;
+    }
+    let mut vm = left.open(moved("m"));
+    let soon = Instant::now() + Duration::from_secs(11);
+    vm.clean_again(soon);
+    let (files, waits) = (left.files(), vm.left_over.waits());
+    assert!(is_immutable(at, false));
+    assert!(waits && files == ["root.raw"]);
+    vm.clean_again(soon);
+    assert!(left.files().is_empty() && !left.paths.disks().exists());
 }
 
 #[test]

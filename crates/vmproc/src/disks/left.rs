@@ -15,6 +15,7 @@ use super::labelled::{self, Labelled, is_among};
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
+use super::told;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_ownership::{CopyEnd, Described, FormerEnd, FormerImage, Is, NotedImage};
@@ -312,7 +313,8 @@ impl Left {
             return true;
         };
         let is_there = has_image(what, (disk, image));
-        if !is_there {
+        let (path, why) = (Path::new(&self.path), "the disk is not there");
+        if !is_there && told::is_news(("left alone", path), why) {
             let (disk, path, now) = (&self.disk, &self.path, &disk.path);
             tracing::error!(
                 disk,
