@@ -399,8 +399,8 @@ impl Book {
     }
 
     /// A migration that was permitted before the database was put back, and ended after this controller took over, has no grant here. What its two ends say
-    /// alike is believed: the holder, that it gave the VM, and the host that it names, that it holds it under that very generation. One of
-    /// them alone may have made it up.
+    /// alike is believed: the holder, that it gave the VM, and the host that it names, that it holds it under that generation or a later one.
+    /// One of them alone may have made it up.
     fn take_handover(&mut self, vm: &VmName, news: &mut Vec<News>) {
         let Some((generation, from, to)) = self.handover(vm) else {
             return;
@@ -426,7 +426,9 @@ impl Book {
         let entry = self.vms.get(vm).filter(|entry| !entry.deleted)?;
         let from = entry.holder.as_ref()?;
         let (generation, to) = self.said(from, vm)?.claim.went()?;
-        let holds = self.said(to, vm)?.claim.held() == Some(generation);
+        // A person's word may have let it run on there under a later one.
+        let held = self.said(to, vm)?.claim.held();
+        let holds = held.is_some_and(|held| held >= generation);
         let are_themselves = [from, to]
             .into_iter()
             .all(|host| self.standing(host) == Standing::Known);

@@ -106,7 +106,11 @@ impl Vm {
         }
         match disks::what_came(&self.paths) {
             Some(_) if self.hyper.is_none() => self.clean_disks(),
-            _ => self.came = Came::default(),
+            _ => {
+                self.came = Came::default();
+                let is_left = self.leaves_disks();
+                self.left_over.looked(is_left, Instant::now());
+            }
         }
     }
 
@@ -124,7 +128,11 @@ impl Vm {
             return;
         }
         match self.leaves_disks() && self.migration.is_none() {
-            true => self.clean_disks(),
+            true => {
+                // Its source said that a while ago, and may have lost the disks since: it is asked again.
+                self.came.has_disks = None;
+                self.clean_disks();
+            }
             false => self.left_over = LeftOver::default(),
         }
     }

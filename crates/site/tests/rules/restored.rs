@@ -322,6 +322,18 @@ fn a_move_that_ends_after_the_takeover_of_a_controller_that_forgot_it_is_believe
 }
 
 #[test]
+fn a_forgotten_move_is_believed_though_a_person_had_its_guest_run_on_at_the_destination() {
+    let (mut book, held) = web_on_a();
+    let resolved = held + 1 + (1 << 20);
+    hear(&mut book, "b", vec![said("web", resolved, holds(resolved))]);
+    let holder = |book: &Book| book.entry(&vm("web")).unwrap().holder.clone();
+    assert_eq!(holder(&book), Some(host("a")));
+    let gave = gave_to(held + 1, "b");
+    hear(&mut book, "a", vec![said("web", held + 1, gave)]);
+    assert_eq!(holder(&book), Some(host("b")));
+}
+
+#[test]
 fn nobody_takes_a_vm_by_saying_what_its_holder_does_not() {
     let (mut book, held) = web_on_a();
     let holder = |book: &Book| book.entry(&vm("web")).unwrap().holder.clone();

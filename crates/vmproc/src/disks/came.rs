@@ -412,7 +412,9 @@ impl Came<'_> {
                     Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                     // A predecessor gave it the last name that is taken.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                        entry.sync()?;
+                        if let Some(taken) = &taken {
+                            Entry::at(Path::new(taken))?.sync()?;
+                        }
                         return Ok(taken);
                     }
                     Err(error) => return Err(error),
