@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// A guest that is slowed down goes over its memory once within this time, also where others have the cores.
+const COUNTS_WITHIN: Duration = Duration::from_secs(240);
 /// Longest time in which two hosts come to rest. No agent carries a last word here: a source whose destination was gone
 /// before it made a link waits for that link as long as any host does.
 const SETTLE: Duration = GIVEN_UP_WITHIN.saturating_add(Duration::from_secs(30));
@@ -88,7 +90,7 @@ impl Pair {
             hypervisors.len()
         );
         let ram = settled.owner.ram_file()?;
-        wait_passes(&ram, 1, Duration::from_secs(60))?;
+        wait_passes(&ram, 1, COUNTS_WITHIN)?;
         let moving = self.moving()?;
         ensure!(
             moving == [ram.clone()],
