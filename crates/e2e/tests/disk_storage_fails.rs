@@ -3,7 +3,7 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, Fragile, LONG, LOOK_EVERY, Site, begin_move, does_at, own, progress};
+use disk_site::{Answering, Fragile, ImageAway, LONG, LOOK_EVERY, Site, begin_move, progress};
 use godwit_e2e::obedient::{Deed, order};
 use godwit_e2e::pair::Options;
 use godwit_testkit::testvol;
@@ -259,20 +259,11 @@ fn a_host_whose_storage_hangs_under_what_came_of_a_disk_answers_and_takes_no_vm_
         let fragile = Fragile::of_hosts(mounts)?;
         let site = &fragile.site;
         let (a, b) = (&site.pair.a, &site.pair.b);
-        does_at(a, "source.disks-copied", "hold")?;
-        let id = site.pair.begin(a, b, &Options::default())?;
-        a.wait_fault(LONG)?;
-        // Its source cannot say that it has the disk.
-        let image = own(a, &site.path);
-        let away = image.with_extension("away");
-        std::fs::rename(&image, &away)?;
-        a.signal_kill()?;
-        site.ends(&id, Outcome::Failed)?;
-        site.pair.wait_end(b, &id, LONG)?;
+        let source = ImageAway::of(site, &Options::default())?;
         fragile.volume.change(|settings| settings.hangs = true);
         fragile.volume.wait_held(1, LONG)?;
         b.vm_within(ANSWERS_WITHIN)?;
-        std::fs::rename(&away, &image)?;
+        source.is_back()?;
         site.goes_on(a, 20)?;
         let (_, begun) = site.pair.try_begin(a, b, &Options::default())?;
         let refused = begun.err().context("another one comes")?.to_string();

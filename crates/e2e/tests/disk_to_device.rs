@@ -5,11 +5,10 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
 use device::Device;
-use disk_site::{BYTES, HOLE, LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, own};
+use disk_site::{BYTES, HOLE, ImageAway, LONG, LOOK_EVERY, Site, dies_at, has_died, own};
 use godwit_blockio::label::{self, Holds, Label};
 use godwit_e2e::Host;
 use godwit_e2e::pair::Options;
-use godwit_types::MigrationId;
 use godwit_types::migration::Outcome;
 use godwit_types::vm::VmState;
 use std::path::Path;
@@ -180,19 +179,12 @@ fn what_came_of_a_disk_stays_on_the_device_until_its_source_has_the_image() -> R
     };
     let site = Site::apart()?;
     let (a, b) = (&site.pair.a, &site.pair.b);
-    does_at(a, "source.disks-copied", "hold")?;
-    let id: MigrationId = site.pair.begin(a, b, &to(device.node()))?;
-    a.wait_fault(LONG)?;
-    let image = own(a, &site.path);
-    let away = image.with_extension("away");
-    std::fs::rename(&image, &away)?;
-    a.signal_kill()?;
-    site.ends(&id, Outcome::Failed)?;
-    site.pair.wait_end(b, &id, LONG)?;
+    let source = ImageAway::of(&site, &to(device.node()))?;
+    let id = &source.migration;
     log_says(b, &format!("with migration {id} stays on the device"))?;
     let label = device.label()?.context("a label")?;
     ensure!(matches!(label.holds, Holds::Part(_)), "{label:?}");
-    std::fs::rename(&away, &image)?;
+    source.is_back()?;
     site.goes_on(a, 20)?;
     comes_to_hold(&device, &Holds::Nothing, "its source has the disk")?;
     site.is_whole(a)

@@ -3,7 +3,7 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{HOLE, LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, own};
+use disk_site::{HOLE, ImageAway, LONG, LOOK_EVERY, Site, dies_at, has_died, own};
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;
 use godwit_types::host_api::VmRequest;
@@ -100,15 +100,8 @@ fn a_cancelled_move_leaves_the_guest_where_it_was_and_nothing_of_its_disk_elsewh
 fn what_came_of_a_disk_stays_until_its_source_has_the_image() -> Result<()> {
     let site = Site::apart()?;
     let (a, b) = (&site.pair.a, &site.pair.b);
-    does_at(a, "source.disks-copied", "hold")?;
-    let id = site.pair.begin(a, b, &Options::default())?;
-    a.wait_fault(LONG)?;
-    let image = own(a, &site.path);
-    let away = image.with_extension("away");
-    std::fs::rename(&image, &away)?;
-    a.signal_kill()?;
-    site.ends(&id, Outcome::Failed)?;
-    site.pair.wait_end(b, &id, LONG)?;
+    let source = ImageAway::of(&site, &Options::default())?;
+    let id = &source.migration;
     let waits = format!("what came of disk 'root' with migration {id} stays as ");
     let deadline = Instant::now() + LONG;
     while !std::fs::read_to_string(b.log())?.contains(&waits) {
@@ -116,7 +109,7 @@ fn what_came_of_a_disk_stays_until_its_source_has_the_image() -> Result<()> {
         std::thread::sleep(LOOK_EVERY);
     }
     ensure!(site.images(b)? == [format!("root.raw.arriving-{id}")]);
-    std::fs::rename(&away, &image)?;
+    source.is_back()?;
     site.goes_on(a, 20)?;
     site.has_nothing(b)?;
     site.is_whole(a)

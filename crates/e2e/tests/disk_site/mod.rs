@@ -317,6 +317,38 @@ pub fn copy_all(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The source of a move, which ends it, and whose image is away meanwhile, so that it cannot say that it has the disk.
+pub struct ImageAway {
+    pub migration: MigrationId,
+    image: PathBuf,
+    away: PathBuf,
+}
+
+impl ImageAway {
+    pub fn of(site: &Site, options: &Options) -> Result<Self> {
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        does_at(a, "source.disks-copied", "hold")?;
+        let migration = site.pair.begin(a, b, options)?;
+        a.wait_fault(LONG)?;
+        let image = own(a, &site.path);
+        let away = image.with_extension("away");
+        std::fs::rename(&image, &away)?;
+        a.signal_kill()?;
+        site.ends(&migration, Outcome::Failed)?;
+        site.pair.wait_end(b, &migration, LONG)?;
+        Ok(Self {
+            migration,
+            image,
+            away,
+        })
+    }
+
+    /// The image is there again.
+    pub fn is_back(&self) -> Result<()> {
+        Ok(std::fs::rename(&self.away, &self.image)?)
+    }
+}
+
 pub fn own(host: &Host, path: &Path) -> PathBuf {
     match &host.storage {
         Some(storage) => storage.own_path(path),
