@@ -264,9 +264,8 @@ fn a_host_on_new_hardware_is_itself_though_it_answers_while_its_controller_start
     assert_eq!(answers(&mut book), (Standing::Known, false));
 }
 
-/// The lost controller permitted the move, and no host's table knows it yet; it goes on without a controller.
-#[test]
-fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_it() {
+/// Host b receives VM web from host a. The lost controller permitted that, and no host's table knows it yet; it goes on without a controller.
+fn taken_over_while_web_moves() -> Book {
     let (mut book, word) = restored();
     let receives = Claim::Receiving { from: host("a") };
     let of_a = vec![said("web", 3, holds(3))];
@@ -274,6 +273,12 @@ fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_i
     read(&mut book, "a", word, whole("a", at(word), of_a));
     read(&mut book, "b", word, whole("b", at(word), of_b));
     assert_eq!(book.finish_takeover(), Ok(true));
+    book
+}
+
+#[test]
+fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_it() {
+    let mut book = taken_over_while_web_moves();
     // It arrived, and its new host is silent: nobody else gets it.
     hear(&mut book, "a", vec![said("web", 4, moved_to(4, "b"))]);
     book.lose(&host("b"));
@@ -290,13 +295,7 @@ fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_i
 fn a_move_that_ends_after_the_takeover_of_a_controller_that_forgot_it_is_believed_once_both_hosts_say_so()
  {
     for a_first in [false, true] {
-        let (mut book, word) = restored();
-        let receives = Claim::Receiving { from: host("a") };
-        let of_a = vec![said("web", 3, holds(3))];
-        let of_b = vec![said("web", 3, receives)];
-        read(&mut book, "a", word, whole("a", at(word), of_a));
-        read(&mut book, "b", word, whole("b", at(word), of_b));
-        assert_eq!(book.finish_takeover(), Ok(true));
+        let mut book = taken_over_while_web_moves();
         let holder = |book: &Book| {
             let entry = book.entry(&vm("web")).unwrap();
             (entry.holder.clone(), entry.held)
