@@ -90,6 +90,7 @@ fn moves_under_load(destination: impl FnOnce(&mut Settings)) -> Result<()> {
         write_percent: 50,
         flush_permille: 0,
         order: Order::Random,
+        per_second: None,
         seed: 7,
     };
     let running = Running::begin(load, log, &place)?;

@@ -233,6 +233,7 @@ fn die_once(
         write_percent: 70,
         flush_permille: 20,
         order: Order::Random,
+        per_second: None,
         seed: chance.below(1 << 32),
     };
     let running = Running::begin(load, site.log.clone(), &site.place)?;

@@ -101,6 +101,7 @@ fn an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended() ->
         write_percent: 100,
         flush_permille: 0,
         order: Order::Random,
+        per_second: None,
         seed: 7,
     };
     let running = Running::begin(load, Log::new(DISK, BLOCK), &place)?;

@@ -14,6 +14,7 @@ pub mod front_end;
 pub mod log;
 pub mod ring;
 mod run;
+mod skew;
 
 pub use run::{Ended, Load, Order, Place, Running};
 

@@ -16,7 +16,7 @@ use super::course::Done;
 use super::front_end::FrontEnd;
 use super::log::{self, Covered, Held, Log};
 use super::ring::{IO_MAX, Kind, Ring};
-use super::{MEMORY_BYTES, OUTSTANDING_MAX};
+use super::{MEMORY_BYTES, OUTSTANDING_MAX, skew};
 
 /// How long a back end may answer nothing.
 const SILENCE: Duration = Duration::from_secs(60);
@@ -28,6 +28,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub enum Order {
     Random,
     Sequential,
+    /// Some parts of the disk much more often than others, and more of those towards its end ([`super::skew`]).
+    Skewed,
 }
 
 /// What is asked of a disk.
@@ -40,6 +42,8 @@ pub struct Load {
     /// And of a thousand so many flush.
     pub flush_permille: u16,
     pub order: Order,
+    /// Requests a second at most; none: as many as the disk answers.
+    pub per_second: Option<u32>,
     pub seed: u64,
 }
 
@@ -205,21 +209,55 @@ impl Worker {
 
     fn run(&mut self, stops: &AtomicBool, count: &AtomicU64) -> Result<()> {
         let mut free: Vec<usize> = (0..self.load.outstanding).collect();
+        let mut asked = 0;
         loop {
-            if !stops.load(Ordering::Relaxed) {
-                while let Some(place) = free.pop() {
-                    self.ask(place);
-                }
+            let goes_on = !stops.load(Ordering::Relaxed);
+            while goes_on
+                && self.due_in(asked).is_zero()
+                && let Some(place) = free.pop()
+            {
+                self.ask(place);
+                asked += 1;
             }
             self.tell()?;
+            let until_next = match free.is_empty() {
+                true => LOOK_EVERY,
+                false => self.due_in(asked).min(LOOK_EVERY),
+            };
             if free.len() == self.load.outstanding {
-                return self.flush_all();
+                if !goes_on {
+                    return self.flush_all();
+                }
+                std::thread::sleep(until_next);
+                continue;
             }
-            self.wait_for_answers()?;
+            if goes_on && !free.is_empty() {
+                self.wait_for_an_answer(until_next)?;
+            } else {
+                self.wait_for_answers()?;
+            }
             while let Some(place) = self.answered()? {
                 free.push(place);
             }
             count.store(self.done.len() as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// How long it is until the request after so many is to be made.
+    fn due_in(&self, asked: u64) -> Duration {
+        let Some(per_second) = self.load.per_second else {
+            return Duration::ZERO;
+        };
+        let due = Duration::from_secs_f64(asked as f64 / f64::from(per_second.max(1)));
+        due.saturating_sub(self.began.elapsed())
+    }
+
+    /// Waits for so long at most, since another request is due then.
+    fn wait_for_an_answer(&mut self, at_most: Duration) -> Result<()> {
+        self.ring.want_interrupt();
+        match self.ring.has_answer() {
+            true => Ok(()),
+            false => self.front_end.wait(at_most),
         }
     }
 
@@ -295,6 +333,7 @@ impl Worker {
                     self.next = (self.next + 1) % self.log.blocks();
                     self.next
                 }
+                Order::Skewed => skew::block(self.log.blocks(), || self.random.next()),
             };
             let is_read = |asked: &Asked| asked.block == block;
             let is_busy = self.log.is_open(block)
