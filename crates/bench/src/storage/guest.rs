@@ -3,10 +3,11 @@
 //! Owns QEMU, which ends with the value. The guest is the testkit's Linux, and its `guest-probe` makes the load and says on the
 //! console what it saw. Refuses: to wait longer than a boot and the load take.
 
-use super::plan::{Cell, GUEST_S, System};
+use super::plan::{Cell, GUEST_S, System, Way};
 use super::server::{blockdev, ours};
 use super::site::{RUN, Site};
 use anyhow::{Context as _, Result, bail};
+use godwit_testkit::disk_load::Order;
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
 use godwit_testkit::qemu::machine_args;
 use serde_json::Value;
@@ -37,7 +38,7 @@ pub fn load(site: &Site, cell: &Cell, system: System, programs: &Path) -> Result
     let (device, _server) = match system {
         System::VirtioBlk => (own_device(&image), None),
         _ => {
-            let server = ours(site, &image, programs, deadline)?;
+            let server = ours(site, &image, (programs, Way::Mirror), deadline)?;
             (socket_device(), Some(server))
         }
     };
@@ -46,7 +47,7 @@ pub fn load(site: &Site, cell: &Cell, system: System, programs: &Path) -> Result
         "{},{},{},{GUEST_S}",
         cell.kind.io_bytes,
         cell.outstanding,
-        if cell.kind.sequential {
+        if cell.kind.order == Order::Sequential {
             "sequential"
         } else {
             "random"

@@ -8,6 +8,7 @@
 
 pub mod command;
 mod guest;
+mod methods;
 pub mod model;
 pub mod picture;
 pub mod plan;

@@ -2,6 +2,7 @@
 //!
 //! Pure: out of rows alone.
 
+use super::methods;
 use super::promises::{Group, Number};
 use super::row::{Results, Row};
 use crate::group::in_order;
@@ -61,6 +62,7 @@ pub fn files(results: &Results) -> Vec<(String, String)> {
                 files.push((file, draw(&title, &bars)));
             }
         }
+        files.extend(methods::picture(&results.rows, scenario));
         let mut cells: Vec<&Row> = Vec::new();
         for group in of_scenario() {
             if !cells.iter().any(|row| row.is_at(group.head())) {

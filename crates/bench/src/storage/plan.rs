@@ -4,7 +4,7 @@
 
 use super::model::Model;
 use super::row::Row;
-use serde::Serialize;
+use godwit_testkit::disk_load::Order;
 
 /// What the volumes of most cells are like.
 pub const BASE: Model = Model {
@@ -23,37 +23,116 @@ const GUEST_BOOT_S: f64 = 8.0;
 const AROUND_S: f64 = 3.0;
 
 /// A kind of load: 30 % writes everywhere.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kind {
     pub name: &'static str,
     pub io_bytes: usize,
     pub write_percent: u8,
-    pub sequential: bool,
+    pub order: Order,
+    /// Requests a second; none: as many as the disk answers.
+    pub per_second: Option<u32>,
 }
 
 pub const OLTP: Kind = Kind {
     name: "8 KiB random, 30 % writes",
     io_bytes: 8192,
     write_percent: 30,
-    sequential: false,
+    order: Order::Random,
+    per_second: None,
+};
+/// As the paper's mail server: at a rate, whatever the disk can, and with locality.
+const MAIL: Kind = Kind {
+    name: "8 KiB skewed, 30 % writes, 2,000 a second",
+    order: Order::Skewed,
+    per_second: Some(2000),
+    ..OLTP
+};
+/// The same without locality.
+const EVEN: Kind = Kind {
+    name: "8 KiB random, 30 % writes, 2,000 a second",
+    order: Order::Random,
+    ..MAIL
+};
+/// Twice as much.
+const DOUBLE: Kind = Kind {
+    name: "8 KiB random, 30 % writes, 4,000 a second",
+    per_second: Some(4000),
+    ..EVEN
 };
 const SMALL: Kind = Kind {
     name: "4 KiB random, 30 % writes",
     io_bytes: 4096,
-    write_percent: 30,
-    sequential: false,
+    ..OLTP
 };
 const LARGE: Kind = Kind {
     name: "128 KiB sequential, 30 % writes",
     io_bytes: 128 << 10,
-    write_percent: 30,
-    sequential: true,
+    order: Order::Sequential,
+    ..OLTP
 };
+
+/// How Godwit moves a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    Mirror,
+    /// Dirty block tracking, with or without what was added to it later.
+    Tracking {
+        incremental: bool,
+        avoids_hot_blocks: bool,
+    },
+}
+
+impl Way {
+    /// The first form of dirty block tracking,
+    pub const PLAIN: Self = Self::Tracking {
+        incremental: false,
+        avoids_hot_blocks: false,
+    };
+    /// the second,
+    pub const INCREMENTAL: Self = Self::Tracking {
+        incremental: true,
+        avoids_hot_blocks: false,
+    };
+    /// and with all that there is.
+    pub const TRACKING: Self = Self::Tracking {
+        incremental: true,
+        avoids_hot_blocks: true,
+    };
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mirror => "mirror",
+            Self::Tracking {
+                incremental: false, ..
+            } => "dirty-tracking plain",
+            Self::Tracking {
+                avoids_hot_blocks: false,
+                ..
+            } => "dirty-tracking incremental",
+            Self::Tracking { .. } => "dirty-tracking",
+        }
+    }
+
+    /// The words for `godwit-disk` after the place.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Mirror => "",
+            Self::Tracking {
+                incremental: false, ..
+            } => " dirty-tracking no-incremental no-hot-blocks",
+            Self::Tracking {
+                avoids_hot_blocks: false,
+                ..
+            } => " dirty-tracking no-hot-blocks",
+            Self::Tracking { .. } => " dirty-tracking",
+        }
+    }
+}
 
 /// Who serves the disk, and how it moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum System {
-    Godwit,
+    Godwit(Way),
     /// The program `qemu-storage-daemon`, without a machine.
     Daemon(CopyMode),
     /// `qemu-system-x86_64` without a machine and without a guest.
@@ -108,12 +187,12 @@ impl System {
     /// As rows have it: system and method.
     pub fn names(self, moves: bool) -> (&'static str, &'static str) {
         match self {
-            Self::Godwit if !moves => ("godwit", "serve"),
+            Self::Godwit(_) if !moves => ("godwit", "serve"),
             Self::Daemon(_) if !moves => ("qsd", "serve"),
             Self::Qemu(_) if !moves => ("qemu-mirror", "serve"),
             Self::Ten(_) if !moves => ("qemu-mirror", "10.0 serve"),
             Self::VirtioBlk => ("qemu-virtio-blk", "serve"),
-            Self::Godwit => ("godwit", "mirror"),
+            Self::Godwit(way) => ("godwit", way.name()),
             Self::Daemon(mode) => ("qsd", mode.name()),
             Self::Qemu(mode) => ("qemu-mirror", mode.name()),
             Self::Ten(CopyMode::Background | CopyMode::FineBackground) => {
@@ -215,6 +294,10 @@ pub struct Choice {
     pub without_ten: bool,
 }
 
+const MIRROR: System = System::Godwit(Way::Mirror);
+const TRACKING: System = System::Godwit(Way::TRACKING);
+const INCREMENTAL: System = System::Godwit(Way::INCREMENTAL);
+const PLAIN: System = System::Godwit(Way::PLAIN);
 const BACKGROUND: System = System::Daemon(CopyMode::Background);
 const FINE: System = System::Daemon(CopyMode::FineBackground);
 const BLOCKING: System = System::Daemon(CopyMode::WriteBlocking);
@@ -227,7 +310,7 @@ fn moving(scenario: &'static str, name: String, outstanding: u32) -> Cell {
         disk_mib: 512,
         kind: OLTP,
         volumes: Some((BASE, BASE)),
-        systems: vec![System::Godwit, BACKGROUND, BLOCKING],
+        systems: vec![MIRROR, BACKGROUND, BLOCKING],
         runs: 5,
     }
 }
@@ -236,7 +319,7 @@ fn serving(scenario: &'static str, name: String, outstanding: u32, kind: Kind) -
     Cell {
         kind,
         volumes: (scenario == "steady").then_some((BASE, BASE)),
-        systems: vec![System::Godwit, BACKGROUND],
+        systems: vec![MIRROR, BACKGROUND],
         ..moving(scenario, name, outstanding)
     }
 }
@@ -252,6 +335,7 @@ fn whole() -> Vec<Cell> {
         if outstanding >= 8 {
             cell.systems.push(FINE);
         }
+        cell.systems.extend([TRACKING, PLAIN]);
         if outstanding == 16 {
             cell.systems.push(System::Qemu(CopyMode::Background));
             cell.systems.push(System::Qemu(CopyMode::WriteBlocking));
@@ -261,10 +345,12 @@ fn whole() -> Vec<Cell> {
         cells.push(cell);
     }
     for disk_mib in [256, 1024, 2048] {
+        let mut cell = moving("size", format!("disk={disk_mib} MiB"), 8);
+        cell.systems.push(TRACKING);
         cells.push(Cell {
             disk_mib,
             runs: 2,
-            ..moving("size", format!("disk={disk_mib} MiB"), 8)
+            ..cell
         });
     }
     for latency in [0.2, 5.0] {
@@ -286,6 +372,7 @@ fn whole() -> Vec<Cell> {
             ..moving("slow-destination", name.into(), 16)
         });
     }
+    cells.extend(of_the_methods());
     for outstanding in [2, 32] {
         let name = format!("oio={outstanding}");
         cells.push(serving("steady", name, outstanding, OLTP));
@@ -296,8 +383,8 @@ fn whole() -> Vec<Cell> {
         ("128k sequential", 4, LARGE),
     ];
     for (scenario, systems) in [
-        ("local", [System::Godwit, BACKGROUND]),
-        ("guest", [System::Godwit, System::VirtioBlk]),
+        ("local", [MIRROR, BACKGROUND]),
+        ("guest", [MIRROR, System::VirtioBlk]),
     ] {
         cells.extend(local.map(|(name, outstanding, kind)| Cell {
             systems: systems.into(),
@@ -305,6 +392,29 @@ fn whole() -> Vec<Cell> {
         }));
     }
     cells
+}
+
+/// Our methods beside one another, as the paper compares its three.
+fn of_the_methods() -> Vec<Cell> {
+    let cell = |scenario, name: &str, kind: Kind, systems: &[System]| Cell {
+        kind,
+        systems: systems.to_vec(),
+        runs: 3,
+        // No more than a rate asks for is under way but where the disk is slower.
+        ..moving(scenario, name.into(), 32)
+    };
+    let iterative = [TRACKING, INCREMENTAL, PLAIN];
+    let all = [MIRROR, TRACKING, PLAIN];
+    vec![
+        cell("iterations", "with locality", MAIL, &iterative),
+        cell("iterations", "without locality", EVEN, &iterative),
+        cell("rate", "2,000 a second", EVEN, &all),
+        cell("rate", "4,000 a second", DOUBLE, &all),
+        Cell {
+            runs: 1,
+            ..cell("timeline", "oio=16", OLTP, &[MIRROR, TRACKING])
+        },
+    ]
 }
 
 /// Of each kind a small one.
@@ -321,6 +431,7 @@ fn quick() -> Vec<Cell> {
     for cell in &mut cells {
         (cell.runs, cell.disk_mib) = match cell.scenario {
             "slow-destination" => (1, 64),
+            "iterations" => (1, 256),
             _ => (2, 256),
         };
     }
@@ -403,8 +514,8 @@ mod tests {
     #[test]
     fn systems_take_turns() {
         let cell = moving("oio", "oio=2".into(), 2);
-        assert_eq!(turns(&cell, 1), [System::Godwit, BACKGROUND, BLOCKING]);
-        assert_eq!(turns(&cell, 2), [BLOCKING, BACKGROUND, System::Godwit]);
+        assert_eq!(turns(&cell, 1), [MIRROR, BACKGROUND, BLOCKING]);
+        assert_eq!(turns(&cell, 2), [BLOCKING, BACKGROUND, MIRROR]);
     }
 
     #[test]

@@ -12,8 +12,15 @@ pub type Number = fn(&Row) -> Option<f64>;
 pub type Group<'a> = crate::group::Group<'a, Row>;
 
 impl Group<'_> {
+    /// Whether it is what a user of ours gets who chooses nothing.
     pub fn is_ours(&self) -> bool {
-        self.head().system == "godwit"
+        let row = self.head();
+        row.system == "godwit" && matches!(&*row.method, "mirror" | "serve")
+    }
+
+    /// Whether it is a method of ours that is there for the comparison.
+    pub fn is_of_the_laboratory(&self) -> bool {
+        self.head().system == "godwit" && !self.is_ours()
     }
 
     /// Whether every run that was compared had what its log says.
@@ -34,6 +41,8 @@ pub struct Line {
 }
 
 const MEDIAN_SYNC_TIMES: f64 = 3.0;
+/// The paper's limit for its iterative methods.
+const LABORATORY_STALL_MS: f64 = 5000.0;
 
 /// Every promise of which something was measured.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
@@ -58,7 +67,40 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
         }
         lines.extend(all);
     }
+    let laboratory = groups.iter().filter(|group| group.is_of_the_laboratory());
+    lines.extend(laboratory.flat_map(of_the_laboratory));
     lines
+}
+
+/// A method that need not come to an end may not lose anything, nor hold its guest for long.
+fn of_the_laboratory(group: &Group) -> Vec<Line> {
+    let row = group.head();
+    let stall = group.median(|row| row.switch_stall_ms).map(|stall| {
+        line(
+            "stall at the change of images",
+            format!("{stall:.0} ms ({})", row.method),
+            format!("< {LABORATORY_STALL_MS:.0} ms"),
+            stall < LABORATORY_STALL_MS,
+        )
+    });
+    let mut lines: Vec<Line> = acknowledged(group).into_iter().chain(stall).collect();
+    for line in &mut lines {
+        line.place = format!("{} {}", row.scenario, row.cell);
+    }
+    lines
+}
+
+fn acknowledged(group: &Group) -> Option<Line> {
+    let equal = group.is_equal()?;
+    let lost = group.rows.iter().filter_map(|row| row.acked_writes_lost);
+    let lost: u64 = lost.sum();
+    let reached = format!("{lost} lost, {}", if equal { "equal" } else { "not equal" });
+    Some(line(
+        "acknowledged writes at the destination",
+        reached,
+        "none lost, equal".into(),
+        equal && lost == 0,
+    ))
 }
 
 /// Runs that took turns: from one hour to the next a shared machine differs by more than systems do.
@@ -93,20 +135,7 @@ fn own(ours: &Group) -> Vec<Line> {
     let ended = ours.outcome();
     let is_kept = ended == "completed";
     lines.push(line("it ends", ended, "always".into(), is_kept));
-    if let Some(equal) = ours.is_equal() {
-        let lost: u64 = ours
-            .rows
-            .iter()
-            .filter_map(|row| row.acked_writes_lost)
-            .sum();
-        let reached = format!("{lost} lost, {}", if equal { "equal" } else { "not equal" });
-        lines.push(line(
-            "acknowledged writes at the destination",
-            reached,
-            "none lost, equal".into(),
-            equal && lost == 0,
-        ));
-    }
+    lines.extend(acknowledged(ours));
     let most = match row.cell.as_str() {
         "oio=2" => Some(5.0),
         "oio=32" => Some(8.0),
@@ -263,6 +292,29 @@ mod tests {
         let mut other = slow.clone();
         other[1].call_unix_s = 7;
         assert_eq!(kept(&other, iops), None);
+    }
+
+    #[test]
+    fn a_method_of_the_laboratory_may_give_up_and_may_neither_lose_nor_hold() {
+        let of = |stall_ms, outcome: &str| Row {
+            method: "dirty-tracking".into(),
+            outcome: outcome.into(),
+            switch_stall_ms: Some(stall_ms),
+            ..row("godwit", 10.0, 1.0)
+        };
+        let stall = "stall at the change of images";
+        assert_eq!(kept(&[of(4900.0, "completed")], stall), Some(true));
+        assert_eq!(kept(&[of(5100.0, "completed")], stall), Some(false));
+        assert_eq!(
+            kept(&[of(1.0, "gave up: too much is written")], "it ends"),
+            None
+        );
+        let lost = Row {
+            acked_writes_lost: Some(1),
+            ..of(1.0, "completed")
+        };
+        let what = "acknowledged writes at the destination";
+        assert_eq!(kept(&[lost], what), Some(false));
     }
 
     #[test]

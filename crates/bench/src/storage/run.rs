@@ -15,7 +15,7 @@ use crate::row::{CUT_OFF, Measured as _};
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::disk_load::course::{Figures, Latency, by_tenths, figures};
 use godwit_testkit::disk_load::log::Log;
-use godwit_testkit::disk_load::{Ended, Load, Order, Running};
+use godwit_testkit::disk_load::{Ended, Load, Running};
 use godwit_testkit::interrupt;
 use godwit_testkit::stage::pause;
 use serde_json::{Value, json};
@@ -143,11 +143,12 @@ impl Bench {
         let (from, cpu) = (running.now(), server.cpu_s());
         pause(Duration::from_secs_f64(BEFORE_S))?;
         let (to, used) = (running.now(), server.cpu_s() - cpu);
-        if system != System::Godwit {
+        if !matches!(system, System::Godwit(_)) {
             self.site.make_destination(cell.disk_bytes())?;
         }
         let written = self.site.destination_counts()?.written_bytes;
         let deadline = Instant::now() + self.cut_off_after(cell, row);
+        let asked = Instant::now();
         let attempt = server.move_to(&self.site.destination(), deadline)?;
         let copied = self.site.destination_counts()?.written_bytes - written;
         let cpu_of_move = server.cpu_s() - cpu - used;
@@ -168,12 +169,18 @@ impl Bench {
             row,
             json!({"cpu_of_move_s": cpu_of_move, "volumes": cell.volumes}),
         );
-        let Attempt::Moved(moved) = attempt else {
-            row.outcome = CUT_OFF.into();
-            return Ok(());
-        };
-        self.put_move(cell, row, &moved, &ended, &at);
-        self.compare(row, &ended.log)
+        match attempt {
+            Attempt::CutOff => row.outcome = CUT_OFF.into(),
+            Attempt::GaveUp(why, iterations) => {
+                row.outcome = format!("gave up: {why}");
+                put_iterations(row, &iterations, (at(asked), None), &ended, &at);
+            }
+            Attempt::Moved(moved) => {
+                self.put_move(cell, row, &moved, &ended, &at);
+                self.compare(row, &ended.log)?;
+            }
+        }
+        Ok(())
     }
 
     fn put_move(
@@ -217,6 +224,8 @@ impl Bench {
         let said = moved.estimates.iter();
         let said = said.map(|(when, left, eta_s)| (at(*when) - asked, *left, *eta_s));
         note(row, latencies("during_", &during));
+        let until = Some(switching);
+        put_iterations(row, &moved.iterations, (asked, until), ended, at);
         note(
             row,
             json!({
@@ -290,10 +299,8 @@ impl Bench {
             outstanding: cell.outstanding as usize,
             write_percent: cell.kind.write_percent,
             flush_permille: 0,
-            order: match cell.kind.sequential {
-                true => Order::Sequential,
-                false => Order::Random,
-            },
+            order: cell.kind.order,
+            per_second: cell.kind.per_second,
             // The same for all systems of a repetition.
             seed: u64::from(run),
         };
@@ -358,6 +365,32 @@ fn eta_error_pct(moved: &Moved) -> Option<f64> {
 fn put_latency(row: &mut Row, seen: &Figures) {
     row.write_latency_ms = seen.write.map(|write| write.mean_ms);
     row.write_latency_variance = seen.write.map(|write| write.variance);
+}
+
+/// The passes of an iterative method, and how the load fared in the first one and after it.
+fn put_iterations(
+    row: &mut Row,
+    iterations: &[(Instant, Value)],
+    (asked, switching): (f64, Option<f64>),
+    ended: &Ended,
+    at: &impl Fn(Instant) -> f64,
+) {
+    let Some(((first, _), (last, _))) = iterations.first().zip(iterations.last()) else {
+        return;
+    };
+    let (first, until) = (at(*first), switching.unwrap_or(at(*last)));
+    let passes = iterations.iter().map(|(when, event)| {
+        let mut pass = event.clone();
+        pass["ended_s"] = (at(*when) - asked).into();
+        pass
+    });
+    let passes: Vec<Value> = passes.collect();
+    note(row, json!({"iterations": passes}));
+    for (prefix, from, to) in [("first_pass_", asked, first), ("iterating_", first, until)] {
+        if to > from {
+            note(row, latencies(prefix, &figures(&ended.done, from, to)));
+        }
+    }
 }
 
 fn latencies(prefix: &str, seen: &Figures) -> Value {

@@ -3,7 +3,7 @@
 //! Owns the process, which ends with the value. Moments are those at which this process heard of something. Refuses: to wait
 //! longer than it was told to.
 
-use super::plan::{CopyMode, System};
+use super::plan::{CopyMode, System, Way};
 use super::site::{RUN, Site};
 use anyhow::{Context as _, Result, anyhow, bail};
 use godwit_testkit::guest::linux::target_dir;
@@ -31,6 +31,8 @@ pub struct Moved {
     pub done: Instant,
     /// What the system said on the way: when, how much of the disk was left, and how long that would take.
     pub estimates: Vec<(Instant, f64, f64)>,
+    /// Its passes over what the load had written meanwhile, each at its end: of a method that has such.
+    pub iterations: Vec<(Instant, Value)>,
     /// What it said at the end.
     pub report: Value,
 }
@@ -38,12 +40,14 @@ pub struct Moved {
 /// What became of an attempt.
 pub enum Attempt {
     Moved(Box<Moved>),
+    /// The method found that it will not come to an end; the passes until then.
+    GaveUp(String, Vec<(Instant, Value)>),
     /// It was not done within the time that it had.
     CutOff,
 }
 
 enum Control {
-    Ours(ChildStdin, Receiver<(Instant, Value)>),
+    Ours(ChildStdin, Receiver<(Instant, Value)>, Way),
     /// And where it writes what it has to say.
     Qemu(Box<Qmp>, CopyMode, PathBuf),
 }
@@ -66,7 +70,8 @@ impl Server {
     pub fn start(site: &Site, system: System, image: &Path, programs: &Path) -> Result<Self> {
         let deadline = Instant::now() + SOON;
         match system {
-            System::Godwit | System::DataMover => ours(site, image, programs, deadline),
+            System::Godwit(way) => ours(site, image, (programs, way), deadline),
+            System::DataMover => ours(site, image, (programs, Way::Mirror), deadline),
             System::Daemon(mode) => daemon(site, image, mode, deadline),
             System::Qemu(mode) => {
                 let qemu = site.command("qemu-system-x86_64");
@@ -94,7 +99,7 @@ impl Server {
     /// Moves the disk, which has to be done before the deadline.
     pub fn move_to(&mut self, to: &Path, deadline: Instant) -> Result<Attempt> {
         match &mut self.control {
-            Control::Ours(input, lines) => move_ours(input, lines, to, deadline),
+            Control::Ours(input, lines, way) => move_ours(input, lines, (to, *way), deadline),
             Control::Qemu(qmp, mode, log) => move_qemu(qmp, *mode, to, deadline)
                 .map_err(|error| with_last_words(&error, &mut self.child, log)),
         }
@@ -102,7 +107,12 @@ impl Server {
 }
 
 /// The product's own, on the site's socket.
-pub fn ours(site: &Site, image: &Path, programs: &Path, deadline: Instant) -> Result<Server> {
+pub fn ours(
+    site: &Site,
+    image: &Path,
+    (programs, way): (&Path, Way),
+    deadline: Instant,
+) -> Result<Server> {
     let mut command = site.command(programs.join("godwit-disk"));
     command.arg("--image").arg(image);
     command.arg("--socket").arg(Path::new(RUN).join("disk"));
@@ -126,9 +136,9 @@ pub fn ours(site: &Site, image: &Path, programs: &Path, deadline: Instant) -> Re
     });
     let server = Server {
         child,
-        control: Control::Ours(input, lines),
+        control: Control::Ours(input, lines, way),
     };
-    if let Control::Ours(_, lines) = &server.control {
+    if let Control::Ours(_, lines, _) = &server.control {
         next(lines, deadline)?.context("godwit-disk serves nothing")?;
     }
     Ok(server)
@@ -151,12 +161,12 @@ fn next(lines: &Receiver<(Instant, Value)>, deadline: Instant) -> Result<Option<
 fn move_ours(
     input: &mut ChildStdin,
     lines: &Receiver<(Instant, Value)>,
-    to: &Path,
+    (to, way): (&Path, Way),
     deadline: Instant,
 ) -> Result<Attempt> {
     let asked = Instant::now();
-    writeln!(input, "move {}", to.display())?;
-    let (mut switching, mut estimates) = (asked, Vec::new());
+    writeln!(input, "move {}{}", to.display(), way.words())?;
+    let (mut switching, mut estimates, mut iterations) = (asked, Vec::new(), Vec::new());
     while let Some((at, event)) = next(lines, deadline)? {
         match event["event"].as_str() {
             Some("progress") => {
@@ -168,12 +178,18 @@ fn move_ours(
                 }
             }
             Some("switching") => switching = at,
+            Some("iteration") => iterations.push((at, event)),
+            Some("gave-up") => {
+                let why = event["why"].as_str().unwrap_or("it gave up");
+                return Ok(Attempt::GaveUp(why.to_owned(), iterations));
+            }
             Some("moved") => {
                 return Ok(Attempt::Moved(Box::new(Moved {
                     asked,
                     switching,
                     done: at,
                     estimates,
+                    iterations,
                     report: event,
                 })));
             }
@@ -330,6 +346,7 @@ fn move_qemu(qmp: &mut Qmp, mode: CopyMode, to: &Path, deadline: Instant) -> Res
         switching,
         done,
         estimates: Vec::new(),
+        iterations: Vec::new(),
         report: report["data"].clone(),
     })))
 }

@@ -2,9 +2,9 @@
 //!
 //! Pure: out of the results alone. Text of others is escaped on the page.
 
-use super::picture;
 use super::promises::{Group, lines};
 use super::row::Results;
+use super::{methods, picture};
 use crate::group::in_order;
 use crate::table::{figures, machine_card, machine_list};
 use godwit_testkit::page::html::{Page, Table};
@@ -48,11 +48,21 @@ fn tables(results: &Results) -> Vec<(String, Table)> {
     let groups = in_order(&results.rows);
     let moves = groups.iter().filter(|group| is_move(group));
     let serves = groups.iter().filter(|group| !is_move(group));
-    vec![
+    let mut tables = vec![
         ("What is promised".into(), promises(results)),
         ("Every move".into(), of_moves(moves)),
-        ("A disk that is not moved".into(), of_serving(serves)),
-    ]
+    ];
+    let of_methods = [
+        (
+            "The passes of iterative methods",
+            methods::passes(&results.rows),
+        ),
+        ("What a write took", methods::write_times(&results.rows)),
+    ];
+    let of_methods = of_methods.into_iter();
+    tables.extend(of_methods.filter_map(|(title, table)| Some((title.into(), table?))));
+    tables.push(("A disk that is not moved".into(), of_serving(serves)));
+    tables
 }
 
 fn is_move(group: &Group) -> bool {
