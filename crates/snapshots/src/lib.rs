@@ -44,7 +44,7 @@ pub enum Format {
 pub struct Top {
     pub disk: String,
     pub path: String,
-    /// The layer below.
+    /// The path of a layer; a disk that has none is whole in its top.
     pub over: Option<String>,
 }
 
@@ -72,7 +72,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Disks {
     pub tops: Vec<Top>,
-    /// By paths.
+    /// Images, by the paths under which everything else names them.
     pub layers: BTreeMap<String, Layer>,
     pub snapshots: Vec<Snapshot>,
     /// The snapshot that the tops came after.
