@@ -210,7 +210,7 @@ disk_case() {
 disks() {
     mirror_model
     for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded; do
-        disk_case snapshots $fault model every_disk_and_every_snapshot_keeps_its_content_whatever_is_taken_forgotten_and_tidied
+        disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
     done
     disk_case vhost memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
     disk_case vhost used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else

@@ -1,62 +1,64 @@
-//! Whether a description of images can be true. It may have come from a file that somebody wrote, or from another host.
+//! Whether a description of a disk's images can be true. It lies beside the images, where others may write, or may have come from elsewhere.
 //!
-//! Pure, owns nothing. Refuses what contradicts itself, in a sentence's end that names the image.
+//! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory; in a sentence's end that names the
+//! image.
 
-use crate::{CHAIN_MAX, Disks, Format, Refusal, SNAPSHOTS_MAX};
+use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX, TEXT_LEN_MAX};
+use godwit_types::vm::{DISK_GIB_MAX, DISKS_MAX};
 use std::collections::BTreeSet;
 
-impl Disks {
+/// Longest name of a file, bytes.
+const NAME_LEN_MAX: usize = 255;
+/// Longest path, bytes.
+const PATH_LEN_MAX: usize = 4096;
+/// Digits of what a delta says that it is.
+const ID_DIGITS: usize = 32;
+
+impl Images {
     /// Whether it can be true.
     pub fn check(&self) -> Result<(), Refusal> {
-        self.check_tops()?;
-        for (path, layer) in &self.layers {
-            match (layer.format, &layer.over) {
-                (Format::Delta, None) => return Err(format!("the delta {path} lies over nothing")),
-                (Format::Raw | Format::Qcow2, Some(_)) => {
-                    return Err(format!(
-                        "{path} is whole, and is said to lie over another image"
-                    ));
-                }
-                _ => {}
-            }
-            self.check_chain(path, 1)?;
+        if self.images.len() > IMAGES_MAX {
+            return Err(format!("more than {IMAGES_MAX} images are described"));
         }
-        for top in &self.tops {
-            if let Some(over) = &top.over {
-                self.check_chain(over, 2)?;
+        if self.bytes == 0 || self.bytes > DISK_GIB_MAX << 30 {
+            return Err(format!("a disk of {} bytes is described", self.bytes));
+        }
+        for (name, image) in &self.images {
+            check_image(name, image)?;
+            self.check_chain(name)?;
+        }
+        match self.images.get(&self.top) {
+            None => return Err(format!("the image {:?} is not described", self.top)),
+            Some(top) if top.common || top.kind == Kind::Qcow2 => {
+                return Err(format!("{:?} is to be written, and must not be", self.top));
             }
+            Some(_) => {}
+        }
+        let over_top = |image: &Image| image.over.as_ref() == Some(&self.top);
+        if self.images.values().any(over_top) {
+            return Err(format!(
+                "{:?} is to be written, and lies below another image",
+                self.top
+            ));
         }
         self.check_snapshots()
     }
 
-    fn check_tops(&self) -> Result<(), Refusal> {
-        let (mut names, mut paths) = (BTreeSet::new(), BTreeSet::new());
-        for top in &self.tops {
-            if !names.insert(&top.disk) {
-                return Err(format!("there are two disks '{}'", top.disk));
-            }
-            if !paths.insert(&top.path) || self.layers.contains_key(&top.path) {
-                return Err(format!("{} is described twice", top.path));
-            }
-        }
-        Ok(())
-    }
-
     /// The images from this one down are there, and are not too many, as they are where they go round in a circle.
-    fn check_chain(&self, path: &str, length: usize) -> Result<(), Refusal> {
-        let (mut length, mut at) = (length, Some(path));
-        while let Some(path) = at {
-            if length > CHAIN_MAX {
-                return Err(format!(
-                    "more than {CHAIN_MAX} images lie over one another at {path}: delete snapshots"
-                ));
-            }
-            let layer = self.layers.get(path);
-            let layer = layer.ok_or_else(|| format!("the image {path} is not described"))?;
-            at = layer.over.as_deref();
-            length += 1;
+    fn check_chain(&self, name: &str) -> Result<(), Refusal> {
+        let mut at = Some(name);
+        for _ in 0..CHAIN_MAX {
+            let Some(name) = at else { return Ok(()) };
+            let image = self.images.get(name);
+            let image = image.ok_or_else(|| format!("the image {name:?} is not described"))?;
+            at = image.over.as_deref();
         }
-        Ok(())
+        match at {
+            None => Ok(()),
+            Some(_) => Err(format!(
+                "more than {CHAIN_MAX} images lie over one another at {name:?}: delete snapshots"
+            )),
+        }
     }
 
     fn check_snapshots(&self) -> Result<(), Refusal> {
@@ -65,13 +67,13 @@ impl Disks {
         }
         let mut names = BTreeSet::new();
         for snapshot in &self.snapshots {
-            let name = snapshot.name.as_str();
+            let name = &snapshot.name;
             // Each comes after one that was there before it.
-            let is_known = snapshot
+            if snapshot
                 .after
-                .as_deref()
-                .is_none_or(|after| names.contains(after));
-            if !is_known {
+                .as_ref()
+                .is_some_and(|after| !names.contains(after))
+            {
                 return Err(format!(
                     "what snapshot '{name}' came after is not described before it"
                 ));
@@ -79,101 +81,173 @@ impl Disks {
             if !names.insert(name) {
                 return Err(format!("there are two snapshots '{name}'"));
             }
-            let mut layers = snapshot.disks.values();
-            if let Some(path) = layers.find(|path| !self.layers.contains_key(*path)) {
+            if !self.images.contains_key(&snapshot.image) {
+                let image = &snapshot.image;
                 return Err(format!(
-                    "the image {path} of snapshot '{name}' is not described"
+                    "the image {image:?} of snapshot '{name}' is not described"
+                ));
+            }
+            if snapshot.image == self.top {
+                return Err(format!("the image of snapshot '{name}' is to be written"));
+            }
+            if snapshot.disks.len() > DISKS_MAX || snapshot.text.len() > TEXT_LEN_MAX {
+                return Err(format!(
+                    "snapshot '{name}' has too many disks, or too long a text"
                 ));
             }
         }
         match &self.after {
-            Some(after) if !names.contains(after.as_str()) => {
-                Err(format!("there is no snapshot '{after}'"))
-            }
+            Some(after) if !names.contains(after) => Err(format!("there is no snapshot '{after}'")),
             _ => Ok(()),
         }
+    }
+}
+
+fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
+    let is_file = !name.is_empty() && name.len() <= NAME_LEN_MAX && !matches!(name, "." | "..");
+    let is_plain = |c: char| !c.is_control();
+    let fits = match image.common {
+        true => name.starts_with('/') && name.len() <= PATH_LEN_MAX,
+        false => is_file && !name.contains('/'),
+    };
+    if !fits || !name.chars().all(is_plain) {
+        return Err(format!("{name:?} is no name of an image"));
+    }
+    match (image.kind, &image.over) {
+        (Kind::Delta, None) => return Err(format!("the delta {name:?} lies over nothing")),
+        (Kind::Raw | Kind::Qcow2, Some(_)) => {
+            return Err(format!(
+                "{name:?} is whole, and is said to lie over another image"
+            ));
+        }
+        _ => {}
+    }
+    let is_id =
+        |id: &String| id.len() == ID_DIGITS && id.bytes().all(|digit| digit.is_ascii_hexdigit());
+    match (image.kind, &image.id) {
+        (Kind::Delta, Some(id)) if is_id(id) => Ok(()),
+        (Kind::Raw | Kind::Qcow2, None) => Ok(()),
+        _ => Err(format!("what {name:?} says that it is is not described")),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Layer, Snapshot, Top};
-    use std::collections::BTreeMap;
+    use crate::{Fresh, Snapshot};
+    use godwit_types::SnapshotName;
 
-    fn disks() -> Disks {
-        let text = |text: &str| text.to_owned();
-        let top = Top {
-            disk: text("root"),
-            path: text("/d/2"),
-            over: Some(text("/d/1")),
+    fn images() -> Images {
+        let fresh = |number: u32| Fresh {
+            name: format!("root.raw.d{number}"),
+            id: format!("{number:032x}"),
         };
-        let layer = |format, over: Option<&str>| Layer {
-            format,
-            over: over.map(text),
-            is_common: false,
+        let snapshot = |name: &str| Snapshot {
+            name: SnapshotName::new(name).unwrap(),
+            after: None,
+            image: String::new(),
+            made_unix_s: 1_800_000_000,
+            quiesced: false,
+            text: "before the update".to_owned(),
+            disks: vec!["root".to_owned()],
         };
-        Disks {
-            tops: vec![top],
-            layers: BTreeMap::from([
-                (text("/d/0"), layer(Format::Raw, None)),
-                (text("/d/1"), layer(Format::Delta, Some("/d/0"))),
-            ]),
-            snapshots: vec![Snapshot {
-                name: text("clean"),
-                after: None,
-                disks: BTreeMap::from([(text("root"), text("/d/1"))]),
-            }],
-            after: Some(text("clean")),
-        }
+        let images = Images::of_one("root.raw", 1 << 30);
+        let images = images.take(snapshot("clean"), &fresh(1)).unwrap();
+        images.take(snapshot("updated"), &fresh(2)).unwrap()
+    }
+
+    #[test]
+    fn what_is_written_is_read_again_and_nothing_else_is_taken() {
+        let text = serde_json::to_string(&images()).unwrap();
+        assert_eq!(serde_json::from_str::<Images>(&text).unwrap(), images());
+        assert!(text.contains(r#""root.raw":{"kind":"raw"}"#), "{text}");
+        let strange = text.replace("\"bytes\"", "\"colour\":1,\"bytes\"");
+        assert!(serde_json::from_str::<Images>(&strange).is_err());
     }
 
     #[test]
     fn what_contradicts_itself_is_refused_with_its_name() {
-        assert_eq!(disks().check(), Ok(()));
-        let refused = |change: &dyn Fn(&mut Disks), told: &str| {
-            let mut disks = disks();
-            change(&mut disks);
-            let why = disks.check().unwrap_err();
+        assert_eq!(images().check(), Ok(()));
+        let refused = |change: &dyn Fn(&mut Images), told: &str| {
+            let mut images = images();
+            change(&mut images);
+            let why = images.check().unwrap_err();
             assert!(why.contains(told), "{why}");
         };
+        refused(&|images| images.bytes = 0, "0 bytes");
         refused(
-            &|disks| disks.tops.push(disks.tops[0].clone()),
-            "two disks 'root'",
+            &|images| images.top = "root.raw".into(),
+            "lies below another",
         );
         refused(
-            &|disks| disks.tops[0].path = "/d/0".into(),
-            "/d/0 is described twice",
+            &|images| images.top = "gone".into(),
+            "\"gone\" is not described",
         );
         refused(
-            &|disks| drop(disks.layers.remove("/d/0")),
-            "/d/0 is not described",
+            &|images| drop(images.images.remove("root.raw")),
+            "\"root.raw\" is not described",
         );
-        let over = |path: &'static str, over: Option<&'static str>| {
-            move |disks: &mut Disks| {
-                disks.layers.get_mut(path).unwrap().over = over.map(str::to_owned)
-            }
+        let of = |name: &'static str, change: fn(&mut Image)| {
+            move |images: &mut Images| change(images.images.get_mut(name).unwrap())
         };
-        refused(&over("/d/1", None), "lies over nothing");
-        refused(&over("/d/0", Some("/d/1")), "is whole");
-        refused(&over("/d/1", Some("/d/1")), "more than 32 images");
         refused(
-            &|disks| disks.snapshots[0].after = Some("clean".into()),
+            &of("root.raw.d1", |image| image.over = None),
+            "lies over nothing",
+        );
+        refused(
+            &of("root.raw", |image| image.over = Some("root.raw.d1".into())),
+            "is whole",
+        );
+        refused(
+            &of("root.raw.d1", |image| {
+                image.over = Some("root.raw.d1".into())
+            }),
+            "more than 32",
+        );
+        refused(
+            &of("root.raw.d1", |image| image.id = Some("7".into())),
+            "says that it is",
+        );
+        refused(
+            &of("root.raw", |image| image.id = Some("7".into())),
+            "says that it is",
+        );
+        refused(
+            &of("root.raw.d2", |image| image.common = true),
+            "no name of an image",
+        );
+        for name in ["../root", "a/b", "", "..", "a\nb"] {
+            let named = |images: &mut Images| {
+                let image = images.images.get("root.raw").unwrap().clone();
+                images.images.insert(name.to_owned(), image);
+            };
+            refused(&named, "no name of an image");
+        }
+        let first =
+            |change: fn(&mut Snapshot)| move |images: &mut Images| change(&mut images.snapshots[0]);
+        refused(
+            &first(|one| one.after = Some(SnapshotName::new("updated").unwrap())),
             "came after",
         );
         refused(
-            &|disks| disks.snapshots.push(disks.snapshots[0].clone()),
+            &first(|one| one.image = "gone".into()),
+            "\"gone\" of snapshot 'clean'",
+        );
+        refused(
+            &first(|one| one.image = "root.raw.d2".into()),
+            "is to be written",
+        );
+        refused(
+            &first(|one| one.text = "a".repeat(TEXT_LEN_MAX + 1)),
+            "too long a text",
+        );
+        refused(
+            &|images| images.snapshots.push(images.snapshots[0].clone()),
             "two snapshots",
         );
         refused(
-            &|disks| disks.after = Some("gone".into()),
+            &|images| images.after = Some(SnapshotName::new("gone").unwrap()),
             "no snapshot 'gone'",
         );
-        let elsewhere = |disks: &mut Disks| {
-            disks.snapshots[0]
-                .disks
-                .insert("root".into(), "/d/9".into());
-        };
-        refused(&elsewhere, "/d/9 of snapshot 'clean'");
     }
 }

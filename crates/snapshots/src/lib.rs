@@ -1,36 +1,43 @@
-//! Which images a VM's disks consist of, and what becomes of them when snapshots are taken, gone back to and forgotten.
+//! Which images a disk consists of, and what becomes of them when snapshots are taken, gone back to and forgotten.
 //!
-//! What it is for: a disk's guest writes to one image, its **top**. A snapshot freezes the top of each disk and puts a new one over it, a delta
-//! that holds what is written from then on. Frozen images are **layers**; several may lie over one of them, since one can go back to a
-//! snapshot and go on from there. A snapshot that is forgotten leaves layers that nobody needs as they are: they are [`unneeded`] one after
-//! the other, and each is given up by one [`Tidying`], after which one image less is there. What is to be done is found in the images' description
-//! alone, so that whoever comes after a kill in the middle does it anew, and every step may be done twice.
+//! What it is for: a disk's guest writes to one image, the **top**. A snapshot freezes it and puts a new one over it, a delta
+//! that holds what is written from then on. Several images may lie over a frozen one, since one can go back to a snapshot and go on from
+//! there. A snapshot that is forgotten leaves images that nobody needs as they are ([`Images::unneeded`]); each is given up by one [`Tidying`].
+//! What is to be done is found in the description alone, so that whoever comes after a kill in the middle does it anew, and each step may be
+//! done twice.
 //!
-//! Pure: no IO and no clock. Who owns the state: the value [`Disks`], which its holder writes down before it acts on it: a new
-//! top exists, durably, before a description names it, and an image is removed after a description has ceased to.
-//! Refuses: descriptions that contradict themselves, more snapshots and longer chains than [`SNAPSHOTS_MAX`] and [`CHAIN_MAX`], and to
-//! write to or remove what belongs to several VMs.
+//! Pure: no IO and no clock. Who owns the state: the value [`Images`], which whoever has the disk writes down before acting on it: a new
+//! image is there, durably, before a description names it, and is removed after a description has ceased to.
+//! Refuses: descriptions that contradict themselves or name files elsewhere, more snapshots and longer chains than [`SNAPSHOTS_MAX`] and
+//! [`CHAIN_MAX`], and to write to or remove what belongs to several VMs.
 //!
-//! What holds after every step, finished or not: each disk and each snapshot has the content that it had before.
+//! What holds after every step, finished or not: the disk and each snapshot have the content that they had before.
 
 #![forbid(unsafe_code)]
 
 mod check;
 mod tidying;
 
-pub use tidying::{Above, Tidying, tidied, unneeded};
+pub use tidying::{Tidied, Tidying};
 
+use godwit_types::SnapshotName;
 use godwit_types::plant::planted;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Most snapshots of a VM.
+/// Most snapshots of a disk.
 pub const SNAPSHOTS_MAX: usize = 64;
 /// Most images that lie over one another, the top among them.
 pub const CHAIN_MAX: usize = 32;
+/// Most images of a disk: as many moments as there may be, each with one that is just being given up.
+pub const IMAGES_MAX: usize = 2 * SNAPSHOTS_MAX + 2;
+/// Longest text that goes with a snapshot, bytes.
+pub const TEXT_LEN_MAX: usize = 1024;
 
 /// How an image holds its bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
     /// All of a disk.
     Raw,
     /// All of a disk, too, or what its own backing files lack; it is never written.
@@ -39,53 +46,109 @@ pub enum Format {
     Delta,
 }
 
-/// The image that a disk's guest writes to: raw, or a delta where it lies over something.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Top {
-    pub disk: String,
-    pub path: String,
-    /// The path of a layer; a disk that has none is whole in its top.
+/// An image of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Image {
+    pub kind: Kind,
+    /// The image below; a delta has one, and nothing else has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub over: Option<String>,
+    /// What the image itself says that it is, in hexadecimal digits; of a delta.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Whether other VMs may have it, too: it is never written and never removed, and may lie elsewhere.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub common: bool,
 }
 
-/// An image that nobody writes to any more, by its path.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layer {
-    pub format: Format,
-    /// The layer below; a delta has one, and nothing else has.
-    pub over: Option<String>,
-    /// Whether other VMs may have it, too: it is never written and never removed.
-    pub is_common: bool,
-}
-
-/// A moment of some disks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A moment of a disk, and of those that were frozen with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    pub name: String,
+    pub name: SnapshotName,
     /// The snapshot that was the last one before it, if there was any.
-    pub after: Option<String>,
-    /// The layer that each disk's top was then, by disks' names.
-    pub disks: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<SnapshotName>,
+    /// What the top was then.
+    pub image: String,
+    /// Seconds since 1970.
+    pub made_unix_s: u64,
+    /// Whether the guest had written all that it was asked to keep, and wrote nothing at that moment.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub quiesced: bool,
+    /// What a person has written about it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub text: String,
+    /// All disks of the VM that were frozen at that moment, by name. It counts where each of them has it.
+    pub disks: Vec<String>,
 }
 
-/// The images of a VM.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Disks {
-    pub tops: Vec<Top>,
-    /// Images, by the paths under which everything else names them.
-    pub layers: BTreeMap<String, Layer>,
+/// The images of one disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Images {
+    /// Bytes of the disk.
+    pub bytes: u64,
+    /// The image that the guest writes to.
+    pub top: String,
+    /// By the names of their files in the directory of the disk; of common ones, by their paths.
+    pub images: BTreeMap<String, Image>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub snapshots: Vec<Snapshot>,
-    /// The snapshot that the tops came after.
-    pub after: Option<String>,
+    /// The snapshot that the top came after.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<SnapshotName>,
+    /// The number of the next file that is made for it: no name is given twice.
+    pub next: u64,
+}
+
+/// An image that is to be made before a description names it: a delta that is empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fresh {
+    /// The name of its file.
+    pub name: String,
+    /// What it says that it is.
+    pub id: String,
 }
 
 /// What a person is told; a sentence's end.
 pub type Refusal = String;
 
-impl Disks {
-    /// Takes a snapshot of these disks: each gets the new top that is named with it, which is a delta and empty.
-    pub fn take(&self, name: &str, fresh: &BTreeMap<String, String>) -> Result<Self, Refusal> {
-        if self.snapshots.iter().any(|snapshot| snapshot.name == name) {
+impl Images {
+    /// Of a disk of so many bytes that is one raw image in a file of this name.
+    pub fn of_one(name: &str, bytes: u64) -> Self {
+        let raw = Image {
+            kind: Kind::Raw,
+            over: None,
+            id: None,
+            common: false,
+        };
+        Self {
+            bytes,
+            top: name.to_owned(),
+            images: BTreeMap::from([(name.to_owned(), raw)]),
+            snapshots: Vec::new(),
+            after: None,
+            next: 1,
+        }
+    }
+
+    /// Whether it says no more than that the disk is one raw image.
+    pub fn is_one_raw(&self) -> bool {
+        let is_raw = |image: &Image| image.kind == Kind::Raw;
+        self.snapshots.is_empty() && self.images.len() == 1 && self.images.values().all(is_raw)
+    }
+
+    /// How the file is called that is made next for the disk whose own file has this name.
+    pub fn next_name(&self, disk_file: &str) -> String {
+        format!("{disk_file}.d{}", self.next)
+    }
+
+    /// Takes a snapshot: the top is frozen under `fresh`.
+    pub fn take(&self, snapshot: Snapshot, fresh: &Fresh) -> Result<Self, Refusal> {
+        let name = &snapshot.name;
+        if self.snapshots.iter().any(|known| known.name == *name) {
             return Err(format!(
                 "there is a snapshot '{name}' already: give another name, or delete that one"
             ));
@@ -95,107 +158,99 @@ impl Disks {
                 "there are {SNAPSHOTS_MAX} snapshots already, which is the most: delete some"
             ));
         }
-        let mut now = self.clone();
-        let mut disks = BTreeMap::new();
-        for (disk, path) in fresh {
-            let frozen = now.freeze(disk, path)?;
-            disks.insert(disk.clone(), frozen);
-        }
-        if disks.is_empty() {
-            return Err("it has no disk that its guest writes to".to_owned());
-        }
+        let mut now = self.frozen(fresh);
+        let after = now.after.replace(snapshot.name.clone());
         now.snapshots.push(Snapshot {
-            name: name.to_owned(),
-            after: now.after.clone(),
-            disks,
+            after,
+            image: self.top.clone(),
+            ..snapshot
         });
-        now.after = Some(name.to_owned());
         now.checked()
     }
 
-    /// The top of a disk becomes a layer, and this one, a delta that is empty, its top. Returns the layer's path. By itself it is one that
-    /// nobody needs, as it is wanted before a top is copied down ([`Tidying::DownTop`]).
-    pub fn freeze(&mut self, disk: &str, fresh: &str) -> Result<String, Refusal> {
-        let top = self.tops.iter_mut().find(|top| top.disk == disk);
-        let top = top.ok_or_else(|| format!("it has no disk '{disk}'"))?;
-        let frozen = std::mem::replace(&mut top.path, fresh.to_owned());
-        let over = top.over.replace(frozen.clone());
-        let format = match over {
-            Some(_) => Format::Delta,
-            None => Format::Raw,
-        };
-        let is_common = false;
-        let layer = Layer {
-            format,
-            over,
-            is_common,
-        };
-        match self.layers.insert(frozen.clone(), layer) {
-            None => Ok(frozen),
-            Some(_) => Err(format!("{frozen} is described twice")),
-        }
+    /// Freezes the top under `fresh`, and keeps no moment of it: as it is wanted before a top is copied down ([`Tidying::DownTop`]).
+    pub fn freeze(&self, fresh: &Fresh) -> Result<Self, Refusal> {
+        self.frozen(fresh).checked()
     }
 
-    /// Lets the disks of a snapshot be what they were then, with these new tops, which are deltas and empty. Disks that it has not stay as they
-    /// are. Returns the tops that nobody needs any more, too.
+    fn frozen(&self, fresh: &Fresh) -> Self {
+        let mut now = self.clone();
+        let below = now.top.clone();
+        now.put_top(fresh, below);
+        now
+    }
+
+    fn put_top(&mut self, fresh: &Fresh, over: String) {
+        let delta = Image {
+            kind: Kind::Delta,
+            over: Some(over),
+            id: Some(fresh.id.clone()),
+            common: false,
+        };
+        self.images.insert(fresh.name.clone(), delta);
+        self.top.clone_from(&fresh.name);
+        self.next = self.next.saturating_add(1);
+    }
+
+    /// Lets the disk be what it was at a snapshot, with this new top. Returns the former top, too, where nobody needs it any more: it is
+    /// removed once the description is durable.
     pub fn revert(
         &self,
-        name: &str,
-        fresh: &BTreeMap<String, String>,
-    ) -> Result<(Self, Vec<String>), Refusal> {
-        let snapshot = self.snapshot(name)?.clone();
-        let (mut now, mut given_up) = (self.clone(), Vec::new());
-        for (disk, layer) in &snapshot.disks {
-            let top = now.tops.iter_mut().find(|top| top.disk == *disk);
-            // A disk that the VM has no more is not brought back.
-            let Some(top) = top else { continue };
-            let path = fresh
-                .get(disk)
-                .ok_or_else(|| format!("no new image is named for disk '{disk}'"))?;
-            given_up.push(std::mem::replace(&mut top.path, path.clone()));
-            top.over = match planted("revert-over-former-layer") {
-                true => top.over.take(),
-                false => Some(layer.clone()),
-            };
+        name: &SnapshotName,
+        fresh: &Fresh,
+    ) -> Result<(Self, Option<String>), Refusal> {
+        let image = self.snapshot(name)?.image.clone();
+        let (mut now, former) = (self.clone(), self.top.clone());
+        let over = match planted("revert-over-former-layer") {
+            true => self.below(&former).unwrap_or(&image).to_owned(),
+            false => image,
+        };
+        now.put_top(fresh, over);
+        now.after = Some(name.clone());
+        // A raw image lies below everything; of a delta nothing lies over the top.
+        let goes = now
+            .images
+            .get(&former)
+            .is_some_and(|image| image.kind == Kind::Delta);
+        if goes {
+            now.images.remove(&former);
         }
-        now.after = Some(name.to_owned());
-        Ok((now.checked()?, given_up))
+        Ok((now.checked()?, goes.then_some(former)))
     }
 
     /// Forgets a snapshot: its content is not kept any more. Images stay until they are tidied.
-    pub fn forget(&self, name: &str) -> Result<Self, Refusal> {
+    pub fn forget(&self, name: &SnapshotName) -> Result<Self, Refusal> {
         let gone = self.snapshot(name)?.clone();
         let mut now = self.clone();
-        now.snapshots.retain(|snapshot| snapshot.name != name);
+        now.snapshots.retain(|snapshot| snapshot.name != *name);
         let after = now.snapshots.iter_mut().map(|snapshot| &mut snapshot.after);
         for after in after.chain([&mut now.after]) {
-            if after.as_deref() == Some(name) {
+            if after.as_ref() == Some(name) {
                 after.clone_from(&gone.after);
             }
         }
         now.checked()
     }
 
-    pub fn snapshot(&self, name: &str) -> Result<&Snapshot, Refusal> {
+    pub fn snapshot(&self, name: &SnapshotName) -> Result<&Snapshot, Refusal> {
         let mut all = self.snapshots.iter();
-        let found = all.find(|snapshot| snapshot.name == name);
+        let found = all.find(|snapshot| snapshot.name == *name);
         found.ok_or_else(|| format!("there is no snapshot '{name}'"))
     }
 
-    /// The images that a disk's content is made of, the one that lies on top first.
-    pub fn chain(&self, disk: &str) -> Vec<&str> {
-        let top = self.tops.iter().find(|top| top.disk == disk);
-        let Some(top) = top else { return Vec::new() };
-        let mut chain = vec![top.path.as_str()];
-        let mut below = top.over.as_deref();
-        while let Some(path) = below.filter(|_| chain.len() < CHAIN_MAX) {
-            chain.push(path);
-            below = self
-                .layers
-                .get(path)
-                .and_then(|layer| layer.over.as_deref());
+    /// The names of the images that the content of this one is made of, itself first.
+    pub fn chain<'a>(&'a self, name: &'a str) -> Vec<&'a str> {
+        let mut chain = vec![name];
+        let mut below = self.below(name);
+        while let Some(name) = below.filter(|_| chain.len() < CHAIN_MAX) {
+            chain.push(name);
+            below = self.below(name);
         }
         chain
+    }
+
+    fn below(&self, name: &str) -> Option<&str> {
+        self.images.get(name)?.over.as_deref()
     }
 
     fn checked(self) -> Result<Self, Refusal> {

@@ -1,139 +1,129 @@
-//! Layers that nobody needs as they are, and how each of them is given up.
+//! Images that nobody needs as they are, and how each of them is given up.
 //!
-//! Pure, owns nothing. A layer is needed where it is a snapshot's, and where several images lie over it. Refuses to write to what is
-//! common, and to a qcow2 image: such a layer stays below.
+//! Pure, owns nothing. An image is needed where it is a snapshot's or the top, and where several lie over it. Refuses to write to what is
+//! common, and to a qcow2 image: such a one stays below.
 
-use crate::{Disks, Format};
+use crate::{Image, Images, Kind};
 use godwit_types::plant::planted;
-
-/// What lies over a layer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Above {
-    /// Another layer, by its path.
-    Layer(String),
-    /// A disk's top, by the disk's name.
-    Top(String),
-}
 
 /// How one image becomes unnecessary. Each may be broken off anywhere and done again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tidying {
-    /// Nothing lies over this layer: it is taken out of the description, and removed, unless it is common.
-    Drop { layer: String },
-    /// What is in this layer and not in the image above it is copied up into that one; then the layer goes. The image above has the same
-    /// content all the time, also for a guest that writes to it.
-    Up { layer: String, above: Above },
-    /// What is in the layer above is copied down into this one, which takes its place then. Nobody reads this layer but through the one
-    /// above, which has the same content all the time.
-    Down { layer: String, above: String },
-    /// The same of a disk's top: it is frozen first, with another one over it, as often as it takes until little is left, and then the
-    /// guest stands still for the rest. The raw image is the disk's top then.
-    DownTop { layer: String, disk: String },
+    /// Nothing lies over it.
+    Drop { image: String },
+    /// What this image has and the one above it lacks is copied up into that one. The image above has the same content all the time, also for a
+    /// guest that writes to it.
+    Up { image: String, above: String },
+    /// What the image above has is copied down into this one, which takes its place then. Nobody reads this one but through the one above,
+    /// which has the same content all the time.
+    Down { image: String, above: String },
+    /// The same of the top: it is frozen first, under another one, as often as it takes until little is left, and then the
+    /// guest stands still for the rest. This image is the top then.
+    DownTop { image: String },
 }
 
-/// The next layer that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its path.
-pub fn unneeded(disks: &Disks, bytes_of: impl Fn(&str) -> u64) -> Option<Tidying> {
-    let mut layers = disks.layers.iter();
-    layers.find_map(|(path, layer)| {
-        if is_of_a_snapshot(disks, path) {
-            return None;
-        }
-        let above = above(disks, path);
-        let is_fixed = layer.is_common || layer.format == Format::Qcow2;
-        let takes_several = planted("layer-of-two-written");
-        match above.as_slice() {
-            [] => Some(Tidying::Drop {
-                layer: path.clone(),
-            }),
-            [_, _, ..] if !takes_several => None,
-            _ if is_fixed => None,
-            [Above::Layer(over), ..]
-                if layer.format == Format::Raw || bytes_of(over) < bytes_of(path) =>
-            {
-                Some(Tidying::Down {
-                    layer: path.clone(),
-                    above: over.clone(),
-                })
+/// A description after a tidying, whose copying is done and durable.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tidied {
+    pub images: Images,
+    /// The file that may be removed once the description is durable.
+    pub goes: Option<String>,
+}
+
+impl Images {
+    /// The next image that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its name.
+    pub fn unneeded(&self, bytes_of: impl Fn(&str) -> u64) -> Option<Tidying> {
+        let mut images = self.images.iter();
+        images.find_map(|(name, image)| {
+            let is_needed = *name == self.top || self.is_of_a_snapshot(name);
+            let above: Vec<&String> = self.above(name).collect();
+            let is_fixed = image.common || image.kind == Kind::Qcow2;
+            match above.as_slice() {
+                _ if is_needed => None,
+                [] => Some(Tidying::Drop {
+                    image: name.clone(),
+                }),
+                [_, _, ..] if !planted("layer-of-two-written") => None,
+                _ if is_fixed => None,
+                [above, ..] => self.given_up((name, image), above, &bytes_of),
             }
-            [one, ..] if layer.format == Format::Delta => Some(Tidying::Up {
-                layer: path.clone(),
-                above: one.clone(),
-            }),
-            [Above::Top(disk), ..] => Some(Tidying::DownTop {
-                layer: path.clone(),
-                disk: disk.clone(),
-            }),
-            [Above::Layer(_), ..] => None,
-        }
-    })
-}
+        })
+    }
 
-/// The description once that is done, and durable; and the image that may be removed once this description is.
-pub fn tidied(disks: &Disks, tidying: &Tidying) -> (Disks, Option<String>) {
-    let mut now = disks.clone();
-    let goes = match tidying {
-        Tidying::Drop { layer } => {
-            let gone = now.layers.remove(layer);
-            gone.filter(|gone| !gone.is_common).map(|_| layer.clone())
-        }
-        Tidying::Up { layer, .. } => {
-            let below = now.layers.remove(layer).and_then(|layer| layer.over);
-            put_over(&mut now, layer, below.as_deref());
-            Some(layer.clone())
-        }
-        Tidying::Down { layer, above } => {
-            now.layers.remove(above);
-            put_over(&mut now, above, Some(layer));
-            for snapshot in &mut now.snapshots {
-                let paths = snapshot.disks.values_mut();
-                let theirs = paths.filter(|path| *path == above);
-                theirs.for_each(|path| path.clone_from(layer));
+    /// By copying as little as possible, while the top is not frozen for it where that can be avoided.
+    fn given_up(
+        &self,
+        (name, image): (&String, &Image),
+        above: &str,
+        bytes_of: &impl Fn(&str) -> u64,
+    ) -> Option<Tidying> {
+        let (image_name, above_name) = (name.clone(), above.to_owned());
+        let is_top = above == self.top;
+        let is_less = !is_top && bytes_of(above) < bytes_of(name);
+        Some(match image.kind {
+            Kind::Delta if !is_less => Tidying::Up {
+                image: image_name,
+                above: above_name,
+            },
+            Kind::Raw if is_top => Tidying::DownTop { image: image_name },
+            _ => Tidying::Down {
+                image: image_name,
+                above: above_name,
+            },
+        })
+    }
+
+    /// The description once that is done.
+    pub fn tidied(&self, tidying: &Tidying) -> Tidied {
+        let mut images = self.clone();
+        let goes = match tidying {
+            Tidying::Drop { image } => images.drop_image(image),
+            Tidying::Up { image, .. } => {
+                let below = images.below(image).map(str::to_owned);
+                images.put_over(image, below.as_deref());
+                images.drop_image(image)
             }
-            Some(above.clone())
+            Tidying::Down { image, above } => images.drop_into(above, image),
+            Tidying::DownTop { image } => {
+                let top = std::mem::replace(&mut images.top, image.clone());
+                images.drop_into(&top, image)
+            }
+        };
+        Tidied { images, goes }
+    }
+
+    fn drop_image(&mut self, name: &str) -> Option<String> {
+        let gone = self.images.remove(name)?;
+        (!gone.common).then(|| name.to_owned())
+    }
+
+    /// One image's content is in another one, below it, which takes its place.
+    fn drop_into(&mut self, name: &str, into: &str) -> Option<String> {
+        self.put_over(name, Some(into));
+        let theirs = self
+            .snapshots
+            .iter_mut()
+            .filter(|snapshot| snapshot.image == name);
+        theirs.for_each(|snapshot| into.clone_into(&mut snapshot.image));
+        self.drop_image(name)
+    }
+
+    fn is_of_a_snapshot(&self, name: &str) -> bool {
+        let mut snapshots = self.snapshots.iter();
+        snapshots.any(|snapshot| snapshot.image == name) && !planted("snapshot-layer-unneeded")
+    }
+
+    fn above(&self, name: &str) -> impl Iterator<Item = &String> {
+        let all = self.images.iter();
+        let above = all.filter(move |(_, image)| image.over.as_deref() == Some(name));
+        above.map(|(name, _)| name)
+    }
+
+    /// Whatever lay over the one lies over the other now.
+    fn put_over(&mut self, from: &str, to: Option<&str>) {
+        let all = self.images.values_mut();
+        for image in all.filter(|image| image.over.as_deref() == Some(from)) {
+            image.over = to.map(str::to_owned);
         }
-        Tidying::DownTop { layer, disk } => {
-            let top = now.tops.iter_mut().find(|top| top.disk == *disk);
-            top.map(|top| {
-                let below = now.layers.remove(layer);
-                top.over = below.and_then(|below| below.over);
-                std::mem::replace(&mut top.path, layer.clone())
-            })
-        }
-    };
-    (now, goes)
-}
-
-fn is_of_a_snapshot(disks: &Disks, path: &str) -> bool {
-    let mut paths = disks
-        .snapshots
-        .iter()
-        .flat_map(|snapshot| snapshot.disks.values());
-    paths.any(|of_snapshot| of_snapshot == path) && !planted("snapshot-layer-unneeded")
-}
-
-fn above(disks: &Disks, path: &str) -> Vec<Above> {
-    let layers = disks
-        .layers
-        .iter()
-        .filter(|(_, layer)| layer.over.as_deref() == Some(path));
-    let layers = layers.map(|(path, _)| Above::Layer(path.clone()));
-    let tops = disks
-        .tops
-        .iter()
-        .filter(|top| top.over.as_deref() == Some(path));
-    layers
-        .chain(tops.map(|top| Above::Top(top.disk.clone())))
-        .collect()
-}
-
-/// Whatever lay over the one lies over the other now.
-fn put_over(disks: &mut Disks, from: &str, to: Option<&str>) {
-    let tops = disks.tops.iter_mut().map(|top| &mut top.over);
-    let layers = disks.layers.values_mut().map(|layer| &mut layer.over);
-    for over in tops
-        .chain(layers)
-        .filter(|over| over.as_deref() == Some(from))
-    {
-        *over = to.map(str::to_owned);
     }
 }

@@ -107,6 +107,10 @@ name_type!(
     /// One migration, the same text on both hosts and at the controller.
     MigrationId
 );
+name_type!(
+    /// A snapshot of a VM's disks, unique in the VM.
+    SnapshotName
+);
 
 /// How often the right to run a VM has changed hands. Generation 1 is made when the VM is created;
 /// every handover adds one, and no host ever goes back.

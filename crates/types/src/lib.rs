@@ -32,7 +32,9 @@ pub mod version;
 pub mod vm;
 
 pub use error::{ApiError, ErrorCode};
-pub use ids::{DatastoreName, Generation, HostName, InvalidName, MigrationId, PortGroup, VmName};
+pub use ids::{
+    DatastoreName, Generation, HostName, InvalidName, MigrationId, PortGroup, SnapshotName, VmName,
+};
 pub use vm::VmSpec;
 
 /// Bytes of a guest page: what is tracked, sent and counted.
