@@ -165,15 +165,16 @@ mod tests {
         assert!(serde_json::from_str::<Images>(&strange).is_err());
     }
 
+    fn refused(change: &dyn Fn(&mut Images), told: &str) {
+        let mut images = images();
+        change(&mut images);
+        let why = images.check().unwrap_err();
+        assert!(why.contains(told), "{why}");
+    }
+
     #[test]
-    fn what_contradicts_itself_is_refused_with_its_name() {
+    fn images_that_cannot_be_are_refused_by_name() {
         assert_eq!(images().check(), Ok(()));
-        let refused = |change: &dyn Fn(&mut Images), told: &str| {
-            let mut images = images();
-            change(&mut images);
-            let why = images.check().unwrap_err();
-            assert!(why.contains(told), "{why}");
-        };
         refused(&|images| images.bytes = 0, "0 bytes");
         refused(
             &|images| images.top = "root.raw".into(),
@@ -223,12 +224,15 @@ mod tests {
             };
             refused(&named, "no name of an image");
         }
+    }
+
+    #[test]
+    fn snapshots_that_cannot_be_are_refused_by_name() {
+        let named = |name| SnapshotName::new(name).unwrap();
         let first =
             |change: fn(&mut Snapshot)| move |images: &mut Images| change(&mut images.snapshots[0]);
-        refused(
-            &first(|one| one.after = Some(SnapshotName::new("updated").unwrap())),
-            "came after",
-        );
+        let after = |images: &mut Images| images.snapshots[0].after = Some(named("updated"));
+        refused(&after, "came after");
         refused(
             &first(|one| one.image = "gone".into()),
             "\"gone\" of snapshot 'clean'",
@@ -246,7 +250,7 @@ mod tests {
             "two snapshots",
         );
         refused(
-            &|images| images.after = Some(SnapshotName::new("gone").unwrap()),
+            &|images| images.after = Some(named("gone")),
             "no snapshot 'gone'",
         );
     }

@@ -11,14 +11,13 @@ use godwit_types::plant::planted;
 pub enum Tidying {
     /// Nothing lies over it.
     Drop { image: String },
-    /// What this image has and the one above it lacks is copied up into that one. The image above has the same content all the time, also for a
-    /// guest that writes to it.
+    /// What this image has and the frozen one above it lacks is copied up into that one, which has the same content all the time.
     Up { image: String, above: String },
-    /// What the image above has is copied down into this one, which takes its place then. Nobody reads this one but through the one above,
-    /// which has the same content all the time.
+    /// What the frozen image above has is copied down into this one, which takes its place then. Nobody reads this one but through the one
+    /// above, which has the same content all the time.
     Down { image: String, above: String },
-    /// The same of the top: it is frozen first, under another one, as often as it takes until little is left, and then the
-    /// guest stands still for the rest. This image is the top then.
+    /// The same of the top, which nobody but its guest writes to: it is frozen first, under another one, as often as it takes until little is
+    /// left, and then the guest stands still for the rest. This image is the top then.
     DownTop { image: String },
 }
 
@@ -50,25 +49,23 @@ impl Images {
         })
     }
 
-    /// By copying as little as possible, while the top is not frozen for it where that can be avoided.
+    /// By copying as little as possible.
     fn given_up(
         &self,
         (name, image): (&String, &Image),
         above: &str,
         bytes_of: &impl Fn(&str) -> u64,
     ) -> Option<Tidying> {
-        let (image_name, above_name) = (name.clone(), above.to_owned());
-        let is_top = above == self.top;
-        let is_less = !is_top && bytes_of(above) < bytes_of(name);
+        let (below, above) = (name.clone(), above.to_owned());
         Some(match image.kind {
-            Kind::Delta if !is_less => Tidying::Up {
-                image: image_name,
-                above: above_name,
+            _ if above == self.top => Tidying::DownTop { image: below },
+            Kind::Delta if bytes_of(&below) <= bytes_of(&above) => Tidying::Up {
+                image: below,
+                above,
             },
-            Kind::Raw if is_top => Tidying::DownTop { image: image_name },
             _ => Tidying::Down {
-                image: image_name,
-                above: above_name,
+                image: below,
+                above,
             },
         })
     }

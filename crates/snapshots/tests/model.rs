@@ -204,7 +204,6 @@ impl World {
             let ups = name == "up";
             for (block, value) in self.files[from].clone() {
                 let into = self.files.get_mut(into).unwrap();
-                // A guest may have written there already.
                 let is_copied = !(ups && into.contains_key(&block));
                 if is_copied && !(is_killed && self.numbers.below(2) == 0) {
                     into.insert(block, value);
