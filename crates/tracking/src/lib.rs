@@ -110,7 +110,6 @@ pub struct Tracking {
     copies: BTreeMap<u64, Range<u64>>,
     last_copy: u64,
     writes: BTreeMap<WriteId, Range<u64>>,
-    is_closed: bool,
     #[cfg(feature = "planted-faults")]
     plant: Option<Plant>,
 }
@@ -135,7 +134,6 @@ impl Tracking {
             copies: BTreeMap::new(),
             last_copy: 0,
             writes: BTreeMap::new(),
-            is_closed: false,
             #[cfg(feature = "planted-faults")]
             plant: None,
         }
@@ -153,10 +151,11 @@ impl Tracking {
         self.dirty.memory() + self.due.memory() + heat
     }
 
-    /// The first pass begins, once. These bytes are zero on both sides, but for what was written since the tracking began.
-    pub fn begin(&mut self, zero: &[Range<u64>]) {
+    /// The first pass begins, once: returns whether it does. These bytes are zero on both sides, but for what was written since the
+    /// tracking began.
+    pub fn begin(&mut self, zero: &[Range<u64>]) -> bool {
         if self.number > 0 {
-            return;
+            return false;
         }
         self.number = 1;
         for block in 0..self.blocks() {
@@ -174,6 +173,7 @@ impl Tracking {
                 }
             }
         }
+        true
     }
 
     /// The guest writes, or has something erased. A number that is in use, an empty range or one outside of the disk changes nothing, and
@@ -181,9 +181,6 @@ impl Tracking {
     pub fn write(&mut self, id: WriteId, range: Range<u64>) {
         let is_known = self.writes.contains_key(&id);
         if is_known || range.start >= range.end || range.end > self.bytes {
-            return;
-        }
-        if self.is_closed && planted!(self, ClosedNotTracked) {
             return;
         }
         if planted!(self, NotMarkedAtEnd) {
@@ -197,7 +194,10 @@ impl Tracking {
         let Some(range) = self.writes.remove(&id) else {
             return;
         };
-        if planted!(self, NotMarkedAtEnd) || !done && planted!(self, FailureForgotten) {
+        if planted!(self, NotMarkedAtEnd) {
+            return;
+        }
+        if !done && planted!(self, FailureForgotten) {
             return;
         }
         if self.number == 1
@@ -275,21 +275,6 @@ impl Tracking {
         }
     }
 
-    /// It cannot be given to the destination now: it is read again in this iteration.
-    pub fn put_back(&mut self, number: u64) {
-        let Some(range) = self.copies.remove(&number) else {
-            return;
-        };
-        if planted!(self, PutBackForgotten) {
-            return;
-        }
-        for block in blocks_of(&range, self.block) {
-            self.due.set(block);
-            self.copied = self.copied.saturating_sub(1);
-        }
-        self.next = self.next.min(range.start / self.block);
-    }
-
     /// What the iteration came to, once it has nothing left to be copied; to whoever asks first.
     pub fn ended(&mut self) -> Option<Ended> {
         let is_over =
@@ -323,8 +308,8 @@ impl Tracking {
         }
     }
 
-    /// The next iteration: gets all marks and takes them away. What is hot keeps its mark and is left out, unless it is to be copied, too, or
-    /// the disk is closed. Returns false, and does nothing, before the one under way has ended.
+    /// The next iteration: gets all marks and takes them away. What is hot keeps its mark and is left out, unless it is to be copied,
+    /// too. Returns false, and does nothing, before the one under way has ended.
     pub fn iterate(&mut self, with_hot: bool) -> bool {
         if !self.has_ended {
             return false;
@@ -334,8 +319,7 @@ impl Tracking {
         (self.next, self.copied, self.deferred) = (0, 0, 0);
         self.number = self.number.saturating_add(1);
         self.has_ended = false;
-        let is_all = with_hot || self.is_closed;
-        let heat = self.heat.as_ref().filter(|_| !is_all);
+        let heat = self.heat.as_ref().filter(|_| !with_hot);
         if let Some(heat) = heat.filter(|heat| heat.threshold().is_some()) {
             let hot: Vec<u64> = dirty_blocks(&self.due)
                 .filter(|block| heat.is_hot(*block))
@@ -349,16 +333,6 @@ impl Tracking {
             self.deferred = hot.len() as u64;
         }
         true
-    }
-
-    /// Nothing more of the guest's is let in, but what is left over: nothing is left out any more.
-    pub fn close(&mut self) {
-        self.is_closed = true;
-    }
-
-    /// The guest's requests are let in again.
-    pub fn open(&mut self) {
-        self.is_closed = false;
     }
 
     /// Whether both sides are the same, once all that was given is carried out.

@@ -19,8 +19,6 @@ pub enum Plant {
     EqualBesideWrite,
     /// What the destination has lost is not copied again.
     LossForgotten,
-    /// A copy that was put back is not made again.
-    PutBackForgotten,
     /// An iteration begins while copies of the one before are under way.
     NoBarrier,
     /// A write that failed is taken for one that changed nothing.
@@ -29,8 +27,6 @@ pub enum Plant {
     FirstBlockAlone,
     /// What was written before the first pass began is not tracked, though it is a hole for that pass.
     HoleWritesForgotten,
-    /// Nothing is tracked while the disk is closed, though what is left over comes then.
-    ClosedNotTracked,
 }
 
 /// Whether a fault is planted.

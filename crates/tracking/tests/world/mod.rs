@@ -33,7 +33,6 @@ pub struct Counts {
     pub failed_writes: u64,
     pub left_over: u64,
     pub copies: u64,
-    pub put_back: u64,
     pub lost: u64,
     pub deferred: u64,
     pub opened: u64,
@@ -51,7 +50,6 @@ impl Counts {
             (&mut self.failed_writes, other.failed_writes),
             (&mut self.left_over, other.left_over),
             (&mut self.copies, other.copies),
-            (&mut self.put_back, other.put_back),
             (&mut self.lost, other.lost),
             (&mut self.deferred, other.deferred),
             (&mut self.opened, other.opened),
@@ -101,7 +99,6 @@ pub struct World {
     most: usize,
     /// Some worlds fail, each in its own way: one in so many.
     fails: u64,
-    puts_back: u64,
     /// Where the guest writes most.
     favourite: u64,
     /// Most sectors that it writes at once.
@@ -140,7 +137,6 @@ impl World {
             closed: false,
             most: 1 + numbers.below(4) as usize,
             fails: [0, 6][numbers.below(2) as usize],
-            puts_back: [0, 5][numbers.below(2) as usize],
             favourite: numbers.below(SECTORS - 2),
             longest: [1, 9][numbers.below(2) as usize],
             rests: false,
@@ -161,13 +157,11 @@ impl World {
     }
 
     pub fn close(&mut self) {
-        self.tracking.close();
         self.closed = true;
     }
 
     pub fn open(&mut self) {
         self.counts.opened += u64::from(self.closed);
-        self.tracking.open();
         self.closed = false;
     }
 
@@ -226,7 +220,7 @@ impl World {
         if let Some(ended) = self.tracking.ended() {
             self.counts.deferred += u64::from(ended.deferred > 0);
         }
-        let with_hot = self.numbers.one_in(4);
+        let with_hot = self.closed || self.numbers.one_in(4);
         if self.closed && self.tracking.is_equal() {
             return;
         }
@@ -288,10 +282,6 @@ impl World {
             return;
         }
         let reading = self.copies.swap_remove(index);
-        if self.numbers.one_in(self.puts_back) {
-            self.counts.put_back += 1;
-            return self.tracking.put_back(reading.copy.number);
-        }
         self.last_given += 1;
         self.given.push(Given {
             number: self.last_given,
