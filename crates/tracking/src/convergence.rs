@@ -11,7 +11,7 @@
 pub const DOWNTIME_MAX_S: f64 = 5.0;
 /// For so long of it the last blocks may be copied, s. The rest is for what follows: a second image that is made durable, a record that is written,
 /// a disk that stands still.
-pub const LAST_COPY_MAX_S: f64 = 3.5;
+pub const LAST_COPY_MAX_S: f64 = 3.0;
 /// So short a wait is not worth another iteration, s: it costs each block that is written meanwhile once more, and the change of images
 /// alone takes as long on slow storage.
 const SHORT_S: f64 = 0.2;
@@ -217,11 +217,11 @@ mod tests {
         // A burst, and then on as before.
         let decided = decisions(10_000, &[1000, 1200, 500, 200, 10]);
         assert_eq!(decided, [GoOn, GoOn, GoOn, GoOn, Finish]);
-        let decided = decisions(10_000, &[1000, 300, 290, 310]);
+        let decided = decisions(10_000, &[1000, 280, 270, 290]);
         assert_eq!(
             decided,
             [GoOn, GoOn, GoOn, Finish],
-            "it would wait for 3.1 s"
+            "it would wait for 2.9 s"
         );
         let decided = decisions(10_000, &[1000, 900, 950]);
         let [.., Abort(why)] = &decided[..] else {

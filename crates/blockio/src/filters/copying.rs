@@ -58,7 +58,7 @@ impl Copying {
         self.under_way += 1;
     }
 
-    /// The latter.
+    /// The counterpart of [`Self::begins`].
     pub fn ends(&mut self) {
         self.under_way = self.under_way.saturating_sub(1);
     }
