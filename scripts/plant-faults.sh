@@ -186,10 +186,10 @@ streams_unit() {
     verdict vmproc "$1" "$2" $?
 }
 
-# The model test plants each fault of the mirror by itself, and fails where one is not found.
-mirror_model() {
-    local log="$logs/disks-mirror.log" plant
-    cargo test -q --release -p godwit-mirror --features planted-faults --target-dir target/plants --test model \
+# core_model CRATE: the model test plants each fault of that core by itself, and fails where one is not found.
+core_model() {
+    local log="$logs/disks-$1.log" plant
+    cargo test -q --release -p "godwit-$1" --features planted-faults --target-dir target/plants --test model \
         -- each_planted_fault_is_found --exact --nocapture >"$log" 2>&1
     for plant in $(grep -o '^[A-Za-z]*: seed' "$log" | cut -d : -f 1); do
         grep -q "^$plant: seed None" "$log"
@@ -208,7 +208,8 @@ disk_case() {
 }
 
 disks() {
-    mirror_model
+    core_model mirror
+    core_model tracking
     for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded; do
         disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
     done

@@ -12,7 +12,7 @@ use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
-    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
+    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, Method, MoveDisks,
 };
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::text::listed;
@@ -81,6 +81,10 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
             format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory or block device below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
         )
     })?;
+    if wish.method == Method::Mirror && !wish.without.is_empty() {
+        let why = "only dirty-tracking can do without something: leave 'without' out, or name that method";
+        return Err(refused(ErrorCode::InvalidRequest, why.to_owned()));
+    }
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = match store.is_device() {
         true => one_disk(host, name, &disks).map(|()| u64::MAX),
@@ -94,6 +98,8 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
             path: store.image_of(&spec.name, &disk.name),
             shared: store.shared,
             max_bandwidth_mbit_per_s: wish.max_bandwidth_mbit_per_s,
+            method: wish.method,
+            without: wish.without.clone(),
         };
         let what = format!("disk '{}' of VM '{}'", disk.name, spec.name);
         let free = match store.holds(&disk.path) {
@@ -114,6 +120,7 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
         let planned = DiskMove {
             total_bytes: used,
             left_bytes: used,
+            method: wish.method,
             ..DiskMove::planned(&disk.name, &disk.path, &place.path)
         };
         (place, planned)
@@ -143,6 +150,7 @@ fn estimate(planned: &mut [DiskMove], past: &[DiskMove], wish: &MoveDisks) {
         let speed = past.iter().find_map(|past| {
             let tells = past.state == DiskMoveState::Moved
                 && past.limited_by != Some(DiskMoveLimit::Cap)
+                && past.method == disk.method
                 && ends(past) == ends(disk);
             let seconds = past.seconds.filter(|seconds| tells && *seconds > 0.0)?;
             Some(past.total_bytes as f64 / seconds).filter(|speed| *speed > 0.0)

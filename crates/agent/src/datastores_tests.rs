@@ -6,6 +6,7 @@ use crate::test_support::TestHost;
 use godwit_blockio::label::{self, Holds, Label};
 use godwit_testkit::file_system::Device;
 use godwit_types::Generation;
+use godwit_types::disk_move::Optimisation;
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -16,6 +17,8 @@ fn wish(disks: &[&str], to: &str) -> MoveDisks {
         to: store(to),
         max_bandwidth_mbit_per_s: None,
         dry_run: false,
+        method: Method::default(),
+        without: Vec::new(),
     }
 }
 
@@ -60,14 +63,17 @@ impl House {
     }
 
     fn found(&self, disks: &[&str], to: &str) -> Result<Found, ApiError> {
-        let wish = wish(disks, to);
+        self.found_for(&wish(disks, to))
+    }
+
+    fn found_for(&self, wish: &MoveDisks) -> Result<Found, ApiError> {
         let here = Here {
             host: &HostName::new("a").unwrap(),
             stores: &self.stores,
             state_dir: &self.state,
             record: &DiskRecord::default(),
         };
-        places(here, &self.spec, &wish)
+        places(here, &self.spec, wish)
     }
 
     fn places(&self, disks: &[&str], to: &str) -> Result<Vec<DiskPlace>, ApiError> {
@@ -223,6 +229,27 @@ fn a_dry_run_finds_everything_that_stands_in_the_way_and_what_each_disk_holds() 
     assert_eq!((&planned.to, planned.total_bytes), (&place.path, 4096));
     assert!(planned.from.ends_with("slow/root.raw"));
     assert_eq!(planned.state, DiskMoveState::Planned);
+}
+
+#[test]
+fn a_method_goes_along_and_the_mirror_has_nothing_to_do_without() {
+    let house = House::new();
+    let without = vec![Optimisation::HotBlocks];
+    let tracked = MoveDisks {
+        method: Method::DirtyTracking,
+        without: without.clone(),
+        ..wish(&["root"], "fast")
+    };
+    let found = house.found_for(&tracked).unwrap();
+    let (place, planned) = &found.places[0];
+    assert_eq!((place.method, &place.without), (tracked.method, &without));
+    assert_eq!(planned.method, tracked.method);
+    let mirrored = MoveDisks {
+        method: Method::Mirror,
+        ..tracked
+    };
+    let refused = house.found_for(&mirrored).unwrap_err().message;
+    assert!(refused.contains("only dirty-tracking"), "{refused}");
 }
 
 #[test]

@@ -42,6 +42,8 @@ pub fn switch_over<T, E>(
         {
             return Ok(Some(switched));
         }
+        // A disk that was closed for it works on meanwhile.
+        second.course().open();
         std::thread::sleep(pause);
         pause = (2 * pause).min(PAUSE_MAX);
     }

@@ -31,6 +31,7 @@ mod image;
 mod image_lock;
 mod kept_room;
 pub mod label;
+mod last_blocks;
 mod reactor;
 mod request;
 mod second_image;
@@ -48,6 +49,7 @@ pub use filter::{Filter, Flow};
 pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 
+pub use last_blocks::{Closed, LastBlocks};
 pub use reactor::Event;
 use reactor::Reactor;
 pub use request::{Data, Outcome, Request, Waits, Work};

@@ -8,6 +8,7 @@ mod mortal;
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::Host;
 use godwit_e2e::deaths::Deaths;
+use godwit_types::disk_move::Method;
 use mortal::{Between, Chance, LONG, Mortal, Power, apart, is_unknown};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,10 +25,15 @@ enum Death {
 }
 
 fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
+    deaths_by((between, Method::default()), death, count)
+}
+
+fn deaths_by((between, method): (Between, Method), death: Death, count: u64) -> Result<()> {
     let planned = Deaths::planned(count)?;
     let Deaths { seed, count } = planned;
     apart(|mounts| {
         let mut mortal = Mortal::new(between, mounts)?;
+        mortal.method = method;
         let mut at = mortal.judge()?;
         let mut moved = 0;
         for round in 0..count {
@@ -93,6 +99,18 @@ fn a_power_cut_in_a_move_between_volumes_loses_no_acknowledged_write() -> Result
 #[test]
 fn a_power_cut_in_a_move_between_hosts_loses_no_acknowledged_write() -> Result<()> {
     deaths(Between::Hosts, Death::Power, 8)
+}
+
+#[test]
+fn a_power_cut_in_a_move_by_dirty_tracking_loses_no_acknowledged_write() -> Result<()> {
+    let by = (Between::Volumes, Method::DirtyTracking);
+    deaths_by(by, Death::Power, 10)
+}
+
+#[test]
+fn a_kill_in_a_move_by_dirty_tracking_loses_no_acknowledged_write() -> Result<()> {
+    let by = (Between::Volumes, Method::DirtyTracking);
+    deaths_by(by, Death::Process, 10)
 }
 
 #[test]

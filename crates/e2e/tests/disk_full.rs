@@ -10,7 +10,7 @@ use godwit_e2e::host::{kill_qemu_of, kill_qemus_on};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_e2e::verdict::hypervisors_on;
 use godwit_testkit::guest::boot_disk;
-use godwit_types::disk_move::DiskPlace;
+use godwit_types::disk_move::{DiskPlace, Method};
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::vm::{Accelerator, OnFull, VmState};
 use std::fs::{File, Permissions};
@@ -226,6 +226,8 @@ fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() ->
                 path: image.to_str().context("a path")?.into(),
                 shared: false,
                 max_bandwidth_mbit_per_s: None,
+                method: Method::default(),
+                without: Vec::new(),
             };
             let begun = small.pair.a.ask(&VmRequest::MoveDisks {
                 places: vec![place],

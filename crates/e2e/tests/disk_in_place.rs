@@ -8,7 +8,7 @@ use disk_site::{
     move_ended, places,
 };
 use godwit_e2e::pair::Options;
-use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace, Method};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -124,6 +124,8 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
         path: "/nowhere".into(),
         shared: false,
         max_bandwidth_mbit_per_s: None,
+        method: Method::default(),
+        without: Vec::new(),
     }];
     let asked = site.pair.a.ask(&VmRequest::MoveDisks { places });
     let refused = format!(

@@ -198,7 +198,11 @@ impl Site {
     }
 }
 
-fn die_often(with_power: bool, count: u64) -> Result<()> {
+/// How a disk is moved.
+const MIRROR: &str = "move";
+const TRACKING: &str = "move-by-dirty-tracking";
+
+fn die_often(by: &str, with_power: bool, count: u64) -> Result<()> {
     let planned = Deaths::planned(count)?;
     let Deaths { seed, count } = planned;
     let Some(mut site) = Site::new()? else {
@@ -210,7 +214,7 @@ fn die_often(with_power: bool, count: u64) -> Result<()> {
         let former = site.image.clone();
         let told = || format!("GODWIT_SEED={seed}, death {round}, of power: {with_power}");
         let within_ms = Deaths::within_ms(round, MOVE_MS);
-        die_once(&mut site, (with_power, within_ms), &mut chance).with_context(told)?;
+        die_once(&mut site, by, (with_power, within_ms), &mut chance).with_context(told)?;
         site.judge(&former).with_context(told)?;
         moved += u64::from(site.image != former);
         writes = site.log.writes();
@@ -223,6 +227,7 @@ fn die_often(with_power: bool, count: u64) -> Result<()> {
 /// Serves the disk, loads it, begins a move, and lets it die at some moment of that.
 fn die_once(
     site: &mut Site,
+    by: &str,
     (with_power, within_ms): (bool, Option<u64>),
     chance: &mut Chance,
 ) -> Result<()> {
@@ -243,7 +248,7 @@ fn die_once(
         ensure!(Instant::now() < until, "nothing is answered");
         std::thread::yield_now();
     }
-    writeln!(served.input, "move {}", site.next().display())?;
+    writeln!(served.input, "{by} {}", site.next().display())?;
     if let Some(within_ms) = within_ms {
         std::thread::sleep(Duration::from_millis(chance.below(within_ms)));
     } else {
@@ -267,10 +272,20 @@ fn die_once(
 
 #[test]
 fn a_power_cut_in_the_move_of_a_busy_disk_loses_no_flushed_write() -> Result<()> {
-    die_often(true, 12)
+    die_often(MIRROR, true, 12)
 }
 
 #[test]
 fn a_kill_in_the_move_of_a_busy_disk_loses_no_flushed_write() -> Result<()> {
-    die_often(false, 12)
+    die_often(MIRROR, false, 12)
+}
+
+#[test]
+fn a_power_cut_in_a_move_by_dirty_tracking_loses_no_flushed_write() -> Result<()> {
+    die_often(TRACKING, true, 12)
+}
+
+#[test]
+fn a_kill_in_a_move_by_dirty_tracking_loses_no_flushed_write() -> Result<()> {
+    die_often(TRACKING, false, 12)
 }

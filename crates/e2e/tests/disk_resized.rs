@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{LONG, Site, does_at, has_successor, own};
 use godwit_e2e::Host;
 use godwit_e2e::pair::Options;
-use godwit_types::disk_move::DiskPlace;
+use godwit_types::disk_move::{DiskPlace, Method};
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 
@@ -114,6 +114,8 @@ fn a_disk_that_moves_is_not_made_larger_and_one_that_is_made_larger_does_not_mov
             path: fast.to_string_lossy().into_owned(),
             shared: false,
             max_bandwidth_mbit_per_s: None,
+            method: Method::default(),
+            without: Vec::new(),
         }]
     };
     does_at(&site.pair.a, "disk-resize.durable", "hold")?;

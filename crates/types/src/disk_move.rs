@@ -7,6 +7,35 @@ use crate::ids::DatastoreName;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// How a disk is copied while its guest works with it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Method {
+    /// What the guest writes goes to both sides: it always comes to an end.
+    #[default]
+    Mirror,
+    /// What the guest writes is marked and copied again, and its requests are held for the last blocks, for less than 5 s; where that
+    /// cannot be the disk is not moved. For the laboratory.
+    DirtyTracking,
+}
+
+/// What dirty block tracking can do without, to see what it is good for. For the laboratory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Optimisation {
+    /// What is still to be read is not marked.
+    Incremental,
+    /// What is written again and again is left out until the last iteration but one.
+    HotBlocks,
+}
+
+impl Method {
+    /// Whether it is the one that is taken where none is named.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// Moves disks of a VM that runs to a datastore of its host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -22,6 +51,12 @@ pub struct MoveDisks {
     /// Say what would be moved, and change nothing.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dry_run: bool,
+    /// Left out: `mirror`.
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
+    /// What `dirty-tracking` is to do without.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<Optimisation>,
 }
 
 /// Where a disk goes.
@@ -36,6 +71,10 @@ pub struct DiskPlace {
     /// Cap of what is copied, Mb/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bandwidth_mbit_per_s: Option<u64>,
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<Optimisation>,
 }
 
 /// How far a disk is.
@@ -68,6 +107,22 @@ pub enum DiskMoveLimit {
     Cap,
 }
 
+/// What one iteration of dirty block tracking came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskIteration {
+    /// 1 is the first pass; the last one is that for which the guest's requests were held.
+    pub number: u32,
+    pub copied_bytes: u64,
+    /// How long it took, s.
+    pub seconds: f64,
+    /// Bytes of blocks that were marked when it ended,
+    pub dirty_bytes: u64,
+    /// those of them that are written again and again,
+    pub hot_bytes: u64,
+    /// and those that it left out for that.
+    pub deferred_bytes: u64,
+}
+
 /// One disk on its way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskMove {
@@ -98,6 +153,11 @@ pub struct DiskMove {
     pub seconds: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limited_by: Option<DiskMoveLimit>,
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
+    /// Those of `dirty-tracking` that have ended, as many as are kept.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub iterations: Vec<DiskIteration>,
 }
 
 /// The disks that a VM's process moves, or moved last.
@@ -128,6 +188,8 @@ impl DiskMove {
             began_unix_s: None,
             seconds: None,
             limited_by: None,
+            method: Method::default(),
+            iterations: Vec::new(),
         }
     }
 
@@ -141,5 +203,32 @@ impl DiskMoves {
     /// Whether one of them is not at its end.
     pub fn are_under_way(&self) -> bool {
         self.disks.iter().any(DiskMove::is_under_way)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An older neighbour understands a wish that names no method, and refuses one that names another than its own.
+    #[test]
+    fn a_method_is_not_written_while_it_is_the_default() {
+        let to = "fast";
+        let wish: MoveDisks = serde_json::from_value(serde_json::json!({ "to": to })).unwrap();
+        let written = serde_json::to_value(&wish).unwrap();
+        assert_eq!(written, serde_json::json!({ "disks": [], "to": to }));
+        let tracked = MoveDisks {
+            method: Method::DirtyTracking,
+            without: vec![Optimisation::HotBlocks],
+            ..wish
+        };
+        let written = serde_json::to_value(&tracked).unwrap();
+        assert_eq!(written["method"], "dirty-tracking");
+        assert_eq!(written["without"], serde_json::json!(["hot-blocks"]));
+        let unknown = serde_json::json!({ "to": to, "method": "by-hand" });
+        assert!(serde_json::from_value::<MoveDisks>(unknown).is_err());
+        let moved = DiskMove::planned("root", "/a", "/b");
+        let written = serde_json::to_value(&moved).unwrap();
+        assert!(written.get("method").is_none() && written.get("iterations").is_none());
     }
 }

@@ -33,6 +33,7 @@ mod served;
 mod switching;
 mod there;
 mod told;
+mod tracked;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 #[cfg(test)]

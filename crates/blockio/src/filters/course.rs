@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::pace::{Pace, WaitTimes};
+use super::tracked::Tracked;
 
 /// A mirroring as others see and steer it. Clones are the same one.
 #[derive(Debug, Clone, Default)]
@@ -32,6 +33,8 @@ pub(super) struct Shared {
     pub(super) failure: Mutex<Option<String>>,
     pub(super) pace: Pace,
     pub(super) wait_times: Mutex<WaitTimes>,
+    /// Of a disk whose writes are tracked, and not mirrored.
+    pub(super) tracked: Tracked,
 }
 
 /// Whether the destination may be left out.

@@ -20,17 +20,12 @@ use godwit_types::plant::planted;
 use rustix::io::Errno;
 
 use super::REGION;
-use super::content::{read_once, runs, written};
+use super::content::read_once;
+use super::copying::{Copying, Has, LOOK_EVERY, give_copy};
 use super::course::{Course, lock};
-use super::outlet::{COPIES, Change, Origin, Outlet};
-use super::pace::copies_beside;
+use super::outlet::{Change, Origin, Outlet};
 use super::waits::{Flushing, Given};
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
-
-/// What one look counts for in the average of how many requests the guest has under way, which goes back over a tenth of a second or so.
-const LOOK_COUNTS: f64 = 1.0 / 32.0;
-/// How often it is looked whether there is room again, and what others want.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// So long nobody waits for a destination that has let somebody wait for too long: what it misses is copied again.
 const AWAY: Duration = Duration::from_secs(5);
@@ -52,10 +47,7 @@ pub struct Mirroring {
     last_write: u64,
     /// The numbers of those that went down unchanged, by who made them and what he knows them by: each maker has tokens of his own.
     below: BTreeMap<(Option<usize>, u64), u64>,
-    /// How many requests the guest has under way,
-    under_way: usize,
-    /// and how many it had lately, on average.
-    load: f64,
+    copying: Copying,
     /// Those to both sides for which there is no room, oldest first.
     waiting: VecDeque<(u64, Instant)>,
     /// What the destination is to confirm, by numbers of the filter's own,
@@ -71,13 +63,6 @@ pub struct Mirroring {
     /// Copies for which there is no room.
     read: VecDeque<(Copy, Buffer)>,
     next_look: Instant,
-    last_look: Instant,
-    /// How many regions may be copied at once, but for the pace.
-    region_limit: usize,
-    /// Whether the pace let none be copied at a time since the last look.
-    is_held: bool,
-    /// Whether nothing more is to be copied for now.
-    rests: bool,
     /// Until when nobody waits for the destination, since somebody has waited too long.
     away_until: Option<Instant>,
 }
@@ -93,8 +78,7 @@ impl Mirroring {
             writes: BTreeMap::new(),
             last_write: 0,
             below: BTreeMap::new(),
-            under_way: 0,
-            load: 0.0,
+            copying: Copying::new(),
             waiting: VecDeque::new(),
             given: BTreeMap::new(),
             flushing: BTreeMap::new(),
@@ -103,10 +87,6 @@ impl Mirroring {
             reads: BTreeMap::new(),
             read: VecDeque::new(),
             next_look: Instant::now(),
-            last_look: Instant::now(),
-            region_limit: 0,
-            is_held: false,
-            rests: false,
             away_until: None,
         }
     }
@@ -140,7 +120,7 @@ impl Mirroring {
         let (phase, to) = (self.mirror.phase(), self.destination());
         if self.flushes.wants_base(phase, to) {
             self.last_write += 1;
-            let (id, since) = (self.last_write, self.last_look);
+            let (id, since) = (self.last_write, self.copying.last_look);
             if self.flush_there(id, since) {
                 self.flushes.begin_base(id);
             }
@@ -168,9 +148,7 @@ impl Mirroring {
         // It counts as copied at once, and that both sides were not equal is to be seen all the same.
         self.flushes.lost();
         self.course.has_parted();
-        // What follows waits for the next look, as it would for a read.
-        let left = self.region_limit.saturating_sub(1);
-        self.region_limit = left.min(self.outlet.region_limit());
+        self.copying.cloned(&mut *self.outlet);
         let mut steps = self.keep_pace(flow.now());
         steps.extend(self.mirror.copied(&copy));
         steps
@@ -338,7 +316,7 @@ impl Mirroring {
     }
 
     fn pass_up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
-        self.under_way = self.under_way.saturating_sub(1);
+        self.copying.ends();
         flow.up(request, outcome);
     }
 
@@ -378,53 +356,28 @@ impl Mirroring {
                 self.carry_out(steps, flow);
                 continue;
             }
-            self.give_copy(&copy, &Arc::new(bytes), flow.now());
+            let to = (&self.course, &mut *self.outlet);
+            give_copy(to, copy.range.start, &Arc::new(bytes), flow.now());
             let mut steps = self.keep_pace(flow.now());
             steps.extend(self.mirror.copied(&copy));
             self.carry_out(steps, flow);
         }
     }
 
-    fn give_copy(&mut self, copy: &Copy, bytes: &Arc<Buffer>, now: Instant) {
-        for (run, is_zero) in runs(bytes.bytes()) {
-            let start = copy.range.start;
-            let range = start + run.start as u64..start + run.end as u64;
-            let change = match is_zero {
-                true => Change::Zeroed,
-                false => {
-                    self.course.0.pace.take(now, run.len() as u64);
-                    written(bytes, &run)
-                }
-            };
-            self.outlet.give(Origin::Copy, range, change);
-        }
-    }
-
     /// Lets so many regions be copied at once as there is room for everywhere.
     fn keep_pace(&mut self, now: Instant) -> Vec<Step> {
-        let paced = self.course.0.pace.region_limit(now).unwrap_or(COPIES);
-        self.is_held |= paced == 0;
-        self.mirror.allow(self.region_limit.min(paced))
+        let allowed = self.copying.allowed(&self.course, now);
+        self.mirror.allow(allowed)
     }
 
-    /// What the copying has waited for since the last look.
     fn book_wait(&mut self, now: Instant) {
-        let since = std::mem::replace(&mut self.last_look, now);
-        let was_held = std::mem::take(&mut self.is_held);
-        if self.mirror.phase() != Phase::Copying || self.rests {
-            return;
-        }
-        let mut waited = lock(&self.course.0.wait_times);
-        let wait = if was_held {
-            &mut waited.cap
-        } else if !self.read.is_empty() || self.outlet.is_behind() {
-            &mut waited.writes
-        } else if !self.reads.is_empty() {
-            &mut waited.reads
-        } else {
-            return;
-        };
-        *wait += now.saturating_duration_since(since);
+        let copies = self.mirror.phase() == Phase::Copying;
+        let has = copies.then_some(Has {
+            reads: !self.reads.is_empty(),
+            read: !self.read.is_empty(),
+        });
+        let between = (&self.course, &mut *self.outlet);
+        self.copying.book_wait(between, has, now);
     }
 
     fn give_writes(&mut self, flow: &mut Flow<'_>) {
@@ -475,8 +428,8 @@ impl Mirroring {
                 return self.carry_out(steps, flow);
             }
         }
-        if self.rests {
-            self.region_limit = 0;
+        if self.copying.rests {
+            self.copying.pause();
             let steps = self.mirror.allow(0);
             self.carry_out(steps, flow);
         }
@@ -496,11 +449,7 @@ impl Mirroring {
         }
         self.give_writes(flow);
         self.give_copies(flow);
-        self.load += (self.under_way as f64 - self.load) * LOOK_COUNTS;
-        self.region_limit = match self.rests {
-            true => 0,
-            false => copies_beside(self.load).min(self.outlet.region_limit()),
-        };
+        self.copying.look(&mut *self.outlet);
         let steps = self.keep_pace(flow.now());
         self.carry_out(steps, flow);
     }
@@ -509,18 +458,22 @@ impl Mirroring {
 impl Filter for Mirroring {
     fn passes_down(&mut self, request: &Request, _now: Instant) -> bool {
         let passes = self.route(&request.work) == Route::Alone(Side::Source);
-        self.under_way += usize::from(passes);
+        if passes {
+            self.copying.begins();
+        }
         passes
     }
 
     fn passes_up(&mut self, request: &Request, _outcome: Outcome, _now: Instant) -> bool {
         let passes = !request.work.changes();
-        self.under_way = self.under_way.saturating_sub(usize::from(passes));
+        if passes {
+            self.copying.ends();
+        }
         passes
     }
 
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
-        self.under_way += 1;
+        self.copying.begins();
         match (self.route(&request.work), request.work.range().cloned()) {
             (Route::Mirrored, Some(range)) => {
                 self.last_write += 1;
@@ -564,7 +517,7 @@ impl Filter for Mirroring {
     }
 
     fn rest(&mut self, rests: bool) {
-        self.rests = rests;
+        self.copying.rests = rests;
         self.next_look = Instant::now();
     }
 

@@ -1,8 +1,9 @@
 //! Filters: each in a file of its own, small, and tested alone.
 //!
-//! [`Statistics`] is the one to copy from. [`Mirroring`] copies a disk while its guest works with it. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
+//! [`Statistics`] is the one to copy from. [`Mirroring`] copies a disk while its guest works with it, and [`DirtyTracking`] does so in another way, for the laboratory. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
 
 mod content;
+mod copying;
 mod course;
 mod delay;
 mod fault;
@@ -13,6 +14,8 @@ mod outlet;
 mod pace;
 mod statistics;
 mod throttle;
+mod tracked;
+mod tracking;
 mod waits;
 
 pub use course::{Course, GuestWrites};
@@ -23,6 +26,7 @@ pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, SharedLimits, Throttle};
+pub use tracking::DirtyTracking;
 
 /// Bytes of a disk that are copied under one lock. A write waits for the copy of what it touches, and with larger ones more writes wait for
 /// longer.

@@ -1,6 +1,8 @@
 //! Images, guests and stacks for tests.
 #![allow(dead_code)]
 
+pub mod way;
+
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{
     Access, Buffer, Data, Engine, Finished, Image, Outcome, Request, SecondImage, Stack, Work,

@@ -4,6 +4,7 @@
 
 use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
+use godwit_types::disk_move::{Method, Optimisation};
 use godwit_types::vm::{DISK_GIB_MAX, DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, EncryptionMode};
 use godwit_types::{DatastoreName, HostName, VmName};
 use std::path::PathBuf;
@@ -182,12 +183,55 @@ pub struct VmMoveDisk {
     /// Make all checks, say what would be moved and how long that takes, change nothing
     #[arg(long, requires = "to")]
     pub dry_run: bool,
+    /// How the disks are copied while the guest works with them; the default is right for every disk
+    #[arg(
+        long,
+        value_name = "METHOD",
+        value_enum,
+        default_value_t,
+        requires = "to"
+    )]
+    pub method: DiskMethod,
+    /// For the laboratory: also marks what is still to be read
+    #[arg(long, hide = true, requires = "to")]
+    pub no_incremental: bool,
+    /// For the laboratory: leaves nothing out for being written again and again
+    #[arg(long, hide = true, requires = "to")]
+    pub no_hot_blocks: bool,
     /// Call off what is under way
     #[arg(long)]
     pub cancel: bool,
     /// List what is under way, and the moves of the VM's disks on its host that have ended
     #[arg(long)]
     pub list: bool,
+}
+
+/// How disks are copied.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum DiskMethod {
+    /// What the guest writes goes to both places: always comes to an end, and its guest waits some milliseconds
+    #[default]
+    Mirror,
+    /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for less than 5 s; where it writes too much for that the disk stays where it is
+    DirtyTracking,
+}
+
+impl From<DiskMethod> for Method {
+    fn from(method: DiskMethod) -> Self {
+        match method {
+            DiskMethod::Mirror => Self::Mirror,
+            DiskMethod::DirtyTracking => Self::DirtyTracking,
+        }
+    }
+}
+
+impl VmMoveDisk {
+    /// What the method is to do without.
+    pub fn without(&self) -> Vec<Optimisation> {
+        let incremental = self.no_incremental.then_some(Optimisation::Incremental);
+        let hot_blocks = self.no_hot_blocks.then_some(Optimisation::HotBlocks);
+        incremental.into_iter().chain(hot_blocks).collect()
+    }
 }
 
 /// Which disk is to be how large.

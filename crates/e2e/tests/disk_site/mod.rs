@@ -10,7 +10,7 @@ use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use godwit_testkit::testvol::{Settings, Volume};
 use godwit_types::MigrationId;
-use godwit_types::disk_move::{DiskMove, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{DiskMove, DiskMoves, DiskPlace, Method};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome};
 use godwit_types::vm::Accelerator;
@@ -233,6 +233,8 @@ pub fn places(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<Di
         path: to.to_str().context("a path")?.into(),
         shared: false,
         max_bandwidth_mbit_per_s,
+        method: Method::default(),
+        without: Vec::new(),
     }])
 }
 

@@ -19,6 +19,7 @@ use godwit_e2e::verdict::{Settled, hypervisors_on};
 use godwit_testkit::guest::boot_disk::{self, Spread};
 use godwit_testkit::guest::disk_ledger::Ledger;
 use godwit_testkit::testvol::{self, Settings, Volume};
+use godwit_types::disk_move::Method;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode};
@@ -66,6 +67,8 @@ pub enum Between {
 pub struct Mortal {
     pub pair: Pair,
     between: Between,
+    /// How disks are copied between volumes.
+    pub method: Method,
     ledger: Ledger,
     /// Of each host; that of its state first.
     volumes: [Vec<Volume>; 2],
@@ -114,6 +117,7 @@ impl Mortal {
         let mut mortal = Self {
             pair,
             between,
+            method: Method::default(),
             ledger: Ledger::new(BYTES, SPREAD)?,
             volumes,
             directory,
@@ -380,6 +384,8 @@ impl Mortal {
                     path: to.to_str().context("a path")?.into(),
                     shared: false,
                     max_bandwidth_mbit_per_s: None,
+                    method: self.method,
+                    without: Vec::new(),
                 }];
                 match self.pair.a.ask(&VmRequest::MoveDisks { places })? {
                     VmAnswer::DiskMoves(_) => {}
@@ -391,7 +397,8 @@ impl Mortal {
                         return true;
                     };
                     let is_copied = |one: &godwit_types::disk_move::DiskMove| {
-                        one.total_bytes > 0 && one.left_bytes == 0
+                        let is_tracked = !one.iterations.is_empty();
+                        is_tracked || one.total_bytes > 0 && one.left_bytes == 0
                     };
                     !moves.are_under_way() || moves.disks.iter().all(is_copied)
                 }))

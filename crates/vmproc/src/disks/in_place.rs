@@ -14,15 +14,18 @@ use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
+use super::tracked::filter_for;
 use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace};
+use godwit_blockio::filters::{Bottleneck, Course, Pace};
 use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_qemu::disk::{identity_of_open, must_be_free};
-use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::disk_move::{
+    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, Method,
+};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, bytes_per_s};
 use godwit_vhost::Disk;
@@ -203,7 +206,10 @@ impl Served {
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
         }
-        Ok(DiskMove::planned(name, &spec.path, &place.path))
+        Ok(DiskMove {
+            method: place.method,
+            ..DiskMove::planned(name, &spec.path, &place.path)
+        })
     }
 
     /// Refuses while some of these are under way, and where the guest may not run.
@@ -218,7 +224,7 @@ impl Served {
         }
     }
 
-    fn note(&self, name: &str, change: impl FnOnce(&mut DiskMove)) {
+    pub(super) fn note(&self, name: &str, change: impl FnOnce(&mut DiskMove)) {
         let mut disks = lock(&self.moves.disks);
         if let Some(disk) = disks.iter_mut().find(|disk| disk.disk == name) {
             change(disk);
@@ -365,8 +371,8 @@ impl Served {
         let source = open_disk_image(&going.spec, going.image).ok();
         let former = self.seen_along(&going.spec, going.image);
         let second = SecondImage::of(&image, source, &course)?;
-        let filter = Mirroring::new(bytes, second.outlet()?, &course);
-        disk.put_lowest(Box::new(filter), REST_WAIT)?;
+        let filter = filter_for(going.place, bytes, second.outlet()?, &course);
+        disk.put_lowest(filter, REST_WAIT)?;
         let mirror = Mirror {
             total: match going.copying.is_on_device() {
                 // What is a hole in the first image may be anything there.
@@ -378,7 +384,10 @@ impl Served {
             began: Instant::now(),
         };
         reached("disk-move.copying");
-        self.wait_until_equal(going, &mirror)?;
+        match going.place.method {
+            Method::Mirror => self.wait_until_equal(going, &mirror)?,
+            Method::DirtyTracking => self.wait_until_few_are_left(going, &mirror)?,
+        }
         // What takes long comes before the disk stands still.
         mirror.second.sync()?;
         match going.copying.is_on_device() {
@@ -408,10 +417,16 @@ impl Served {
         let mut image = Some(image);
         let switched = switch_over(
             &mirror.second,
-            || self.wait_until_equal(going, mirror),
+            || match going.place.method {
+                Method::Mirror => self.wait_until_equal(going, mirror),
+                Method::DirtyTracking => self.wait_until_closed(going, mirror),
+            },
             |bound| self.switch(going, (mirror, bound), &mut image),
         );
         let switched = switched?.ok_or(NOT_KEPT_UP)?;
+        // A disk that was held for its last blocks was so before it stood still, too.
+        let switched = switched.max(mirror.second.course().closed_for());
+        self.note_iterations(going, mirror);
         if let Err(why) = self.take_once_more(going.index) {
             let disk = &going.spec.name;
             tracing::warn!(
@@ -467,14 +482,19 @@ impl Served {
         Ok(image)
     }
 
+    /// Nobody has called it off, and the disk is the one that is copied.
+    pub(super) fn must_go_on(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
+        if self.moves.is_cancelled.load(Ordering::SeqCst) {
+            return Err(Stopped::Cancelled);
+        }
+        self.must_be_mirrored(going.index, &mirror.disk)
+    }
+
     /// Waits until it is worth binding the second image.
     fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
         let mut approach = Approach::of(&mirror.second, mirror.total);
         loop {
-            if self.moves.is_cancelled.load(Ordering::SeqCst) {
-                return Err(Stopped::Cancelled);
-            }
-            self.must_be_mirrored(going.index, &mirror.disk)?;
+            self.must_go_on(going, mirror)?;
             let progress = approach.look(Instant::now())?;
             self.note(&going.place.disk, |disk| {
                 (disk.total_bytes, disk.left_bytes) = (mirror.total, progress.left);
@@ -490,7 +510,7 @@ impl Served {
     }
 }
 
-fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
+pub(super) fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
     match bottleneck {
         Bottleneck::Reads => DiskMoveLimit::SourceDisk,
         Bottleneck::Writes => DiskMoveLimit::DestinationDisk,

@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{TryRecvError, channel};
 
 const BYTES: u64 = 4 << 20;
+const METHODS: [Method; 2] = [Method::Mirror, Method::DirtyTracking];
 
 fn went<T>(done: Result<T, Stopped>) -> T {
     done.unwrap_or_else(|stopped| match stopped {
@@ -73,6 +74,8 @@ fn image_and_place(directory: &Path) -> (PathBuf, DiskPlace) {
         path: after.to_str().unwrap().to_owned(),
         shared: false,
         max_bandwidth_mbit_per_s: None,
+        method: Method::default(),
+        without: Vec::new(),
     };
     (before, place)
 }
@@ -97,8 +100,15 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
 
 #[test]
 fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is() {
+    METHODS
+        .into_iter()
+        .for_each(ends_while_its_switch_is_written);
+}
+
+fn ends_while_its_switch_is_written(method: Method) {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
     let (before, place) = image_and_place(directory.path());
+    let place = DiskPlace { method, ..place };
     apart(|mounts| {
         let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
         let disks = served_with(&site, &before);
@@ -111,10 +121,14 @@ fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is(
         let alone = served.serve_alone(0).unwrap();
         let switched = switch_over(
             &mirror.second,
-            || Ok(()),
+            || match method {
+                Method::Mirror => Ok(()),
+                Method::DirtyTracking => served.wait_until_closed(going, &mirror),
+            },
             |bound| served.switch(going, (&mirror, bound), &mut image).map(Some),
         );
         assert_eq!(went(switched), Some(None));
+        mirror.second.course().open();
         drop(alone);
         let (image, disk) = (image.unwrap(), Arc::clone(&mirror.disk));
         std::thread::scope(move |scope| {
@@ -151,8 +165,15 @@ fn a_disk_that_ends_while_its_switch_is_written_is_served_by_nobody_until_it_is(
 #[test]
 fn a_second_image_that_fails_after_it_was_written_down_is_taken_back_and_the_disk_goes_on_with_its_first()
  {
+    METHODS
+        .into_iter()
+        .for_each(fails_after_it_was_written_down);
+}
+
+fn fails_after_it_was_written_down(method: Method) {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
     let (before, place) = image_and_place(directory.path());
+    let place = DiskPlace { method, ..place };
     apart(|mounts| {
         let state = Volume::mount(mounts.as_fd(), &site.paths.state).unwrap();
         let disks = served_with(&site, &before);
@@ -265,11 +286,14 @@ fn disks_move_one_after_the_other_and_none_after_one_that_stays() {
             path,
             shared: false,
             max_bandwidth_mbit_per_s: None,
+            method: Method::default(),
+            without: Vec::new(),
         });
     }
     let mut spec = described(&site, specs.clone());
     let disks = served_for(&site, &spec);
-    let [root, data] = [0, 1].map(|index: usize| Path::new(&places[index].path));
+    let paths = [0, 1].map(|index: usize| PathBuf::from(&places[index].path));
+    let [root, data] = &paths;
 
     std::fs::write(root, "somebody's").unwrap();
     let (ended, changes) = move_both((&site, &mut spec), &disks, &places);
@@ -281,9 +305,14 @@ fn disks_move_one_after_the_other_and_none_after_one_that_stays() {
     assert_eq!(disks.0.what().disks, specs);
 
     std::fs::remove_file(root).unwrap();
+    places[1].method = Method::DirtyTracking;
     let (ended, changes) = move_both((&site, &mut spec), &disks, &places);
     assert_eq!(changes, [[Copying, Waiting], [Moved, Copying]]);
     assert!(ended.iter().all(|disk| disk.state == Moved), "{ended:?}");
+    // The image is one hole.
+    let first = ended[1].iterations.first().unwrap();
+    assert_eq!((first.number, first.copied_bytes), (1, 0));
+    assert!(ended[0].iterations.is_empty(), "it was mirrored");
     let now = disks.0.what();
     let is_at = |(disk, place): (&DiskSpec, &DiskPlace)| disk.path == place.path;
     assert!(now.disks.iter().zip(&places).all(is_at), "{:?}", now.disks);

@@ -64,7 +64,7 @@ pub(super) struct Going<'a> {
 /// What was written before a switch, and what was known of the disk's image.
 type Before = (Arc<ServedDisks>, Option<KnownImage>);
 
-/// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
+/// What fills the second image, by whatever method. The disk is the very one that has the mirror: another one in its place has none.
 pub(super) struct Mirror {
     pub disk: Arc<Disk>,
     pub second: SecondImage,

@@ -18,6 +18,8 @@ pub(super) struct DiskBar {
     does: &'static str,
     is_plain: bool,
     said: Option<String>,
+    /// What is said of the disk besides.
+    pub(super) note: String,
 }
 
 impl Drop for DiskBar {
@@ -37,13 +39,14 @@ impl DiskBar {
             bar,
             does,
             said: None,
+            note: String::new(),
         }
     }
 
     /// Shows how many bytes of a disk are done, and how long the rest takes, s.
     pub(super) fn show(&mut self, disk: &str, done: u64, total: u64, eta_s: Option<u64>) {
         let disk = plain::sentence(disk);
-        let words = words(done, total, eta_s);
+        let words = format!("{}{}", words(done, total, eta_s), self.note);
         self.bar.set_prefix(disk.clone());
         self.bar.set_position(permille(percent(done, total)));
         if self.is_plain && self.said.as_ref() != Some(&disk) {

@@ -28,6 +28,7 @@ pub(super) async fn move_disk(
     global: &Global,
     output: &Output,
 ) -> CommandResult {
+    let without = arguments.without();
     let vm = arguments.vm;
     if arguments.list {
         return list(&vm, global, output).await;
@@ -41,6 +42,8 @@ pub(super) async fn move_disk(
         to,
         max_bandwidth_mbit_per_s: arguments.max_bandwidth,
         dry_run: arguments.dry_run,
+        method: arguments.method.into(),
+        without,
     };
     let client = controller(global)?;
     let begun = saying(of_vm(&client, &vm), client.move_disks(&vm, &wish)).await;
@@ -52,6 +55,7 @@ pub(super) async fn move_disk(
     output.show(&moves, |output, moves| {
         for disk in &moves.disks {
             output.line(plain::sentence(&sentence(&vm, disk)));
+            iterations(disk).for_each(|line| output.line(line));
         }
     });
     let mut disks = moves.disks.iter();
@@ -94,6 +98,7 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
             let began = disk.began_unix_s.map(|at| format!("{}  ", moment(at)));
             let line = format!("{}{}", began.unwrap_or_default(), listed(disk));
             output.line(plain::sentence(&line));
+            iterations(disk).for_each(|line| output.line(line));
         }
         if !moves.are_under_way() && moves.past.is_empty() {
             output.line(format!("no disk of VM '{vm}' was moved on its host"));
@@ -114,6 +119,10 @@ async fn follow(
         let copying = |disk: &&DiskMove| disk.state == DiskMoveState::Copying;
         if let Some(disk) = moves.disks.iter().find(copying) {
             let done = disk.total_bytes.saturating_sub(disk.left_bytes);
+            // The one that is under way.
+            shown.note = disk.iterations.last().map_or_else(String::new, |last| {
+                format!(", iteration {}", last.number + 1)
+            });
             shown.show(&disk.disk, done, disk.total_bytes, disk.eta_s);
         }
         tokio::time::sleep(LOOK_EVERY).await;
@@ -217,6 +226,26 @@ fn listed(disk: &DiskMove) -> String {
     }
 }
 
+/// What each iteration of dirty block tracking came to; nothing of a disk that was mirrored.
+fn iterations(disk: &DiskMove) -> impl Iterator<Item = String> {
+    disk.iterations.iter().map(|ended| {
+        let left_out = match ended.deferred_bytes {
+            0 => String::new(),
+            bytes => format!(
+                ", without {} that is written again and again",
+                amount(bytes)
+            ),
+        };
+        format!(
+            "  iteration {}: {} in {:.2} s{left_out}; {} to be copied again",
+            ended.number,
+            amount(ended.copied_bytes),
+            ended.seconds,
+            amount(ended.dirty_bytes.saturating_sub(ended.deferred_bytes))
+        )
+    })
+}
+
 /// How much was copied, in what time, and what that waited for.
 fn took(disk: &DiskMove) -> String {
     let Some(taken) = disk.seconds else {
@@ -239,6 +268,7 @@ fn took(disk: &DiskMove) -> String {
 mod tests {
     use super::*;
     use godwit_types::ApiError;
+    use godwit_types::disk_move::DiskIteration;
 
     #[test]
     fn each_end_says_where_the_disk_is() {
@@ -280,6 +310,21 @@ mod tests {
             plan_lines(&vm, &plan),
             ["refused: there is no room in /new"],
             "nothing would be moved"
+        );
+        disk.iterations = vec![DiskIteration {
+            number: 2,
+            copied_bytes: 300 << 20,
+            seconds: 1.5,
+            dirty_bytes: 40 << 20,
+            hot_bytes: 10 << 20,
+            deferred_bytes: 10 << 20,
+        }];
+        let lines: Vec<String> = iterations(&disk).collect();
+        assert_eq!(
+            lines,
+            [
+                "  iteration 2: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB to be copied again"
+            ]
         );
         (disk.state, disk.why) = (DiskMoveState::Failed, Some("no room".into()));
         assert_eq!(

@@ -6,7 +6,7 @@
 //! record, switch. What it leaves out: the VM's description, removing the former image, and who may run the VM.
 //!
 //! Lines of JSON on standard output say what happens; commands come on standard input: `move PATH` moves the disk to a file that
-//! is not there yet. It ends with its standard input. Owns the disk; refuses a second move.
+//! is not there yet, and `move-by-dirty-tracking PATH` does so by that method. It ends with its standard input. Owns the disk; refuses a second move.
 #![forbid(unsafe_code)]
 
 mod moving;
@@ -15,8 +15,10 @@ use anyhow::{Context as _, Result, bail};
 use clap::Parser;
 use godwit_blockio::{Access, Image, Waits};
 use godwit_guestmem::RamFile;
+use godwit_tracking::Options;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
+use moving::By;
 use serde_json::{Value, json};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -42,6 +44,12 @@ struct Arguments {
     /// Where the record is written that says which image is the disk
     #[arg(long)]
     record: PathBuf,
+    /// Dirty block tracking marks what is still to be read, too
+    #[arg(long)]
+    no_incremental: bool,
+    /// It leaves nothing out for being written again and again
+    #[arg(long)]
+    no_hot_blocks: bool,
 }
 
 fn main() -> Result<()> {
@@ -52,13 +60,19 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let disk = serve(&arguments)?;
     say(&json!({"event": "serving"}));
+    let options = Options {
+        incremental: !arguments.no_incremental,
+        hot_blocks: !arguments.no_hot_blocks,
+    };
     let mut at = arguments.image;
     for line in std::io::stdin().lines() {
         let line = line?;
-        let Some(to) = line.strip_prefix("move ") else {
-            bail!("'{line}' is no command: 'move PATH' is");
+        let (by, to) = match line.split_once(' ') {
+            Some(("move", to)) => (By::Mirror, to),
+            Some(("move-by-dirty-tracking", to)) => (By::DirtyTracking(options), to),
+            _ => bail!("'{line}' is no command: 'move PATH' is"),
         };
-        match moving::move_disk(&disk, &at, Path::new(to), &arguments.record) {
+        match moving::move_disk((&disk, by), &at, Path::new(to), &arguments.record) {
             Ok(()) => at = to.into(),
             Err(error) => say(&json!({"event": "failed", "why": format!("{error:#}")})),
         }

@@ -3,8 +3,12 @@
 //! Owns the second image until the disk has it. Refuses a place that is taken. Pauses and limits are those of `vmproc`.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Approach, Bound, Image, NOT_KEPT_UP, SecondImage, switch_over};
+use godwit_blockio::filters::{Course, DirtyTracking, Mirroring};
+use godwit_blockio::{
+    Access, Approach, Bound, Closed, Filter, Image, LastBlocks, NOT_KEPT_UP, SecondImage,
+    switch_over,
+};
+use godwit_tracking::Options;
 use godwit_vhost::Disk;
 use serde_json::json;
 use std::fs::File;
@@ -14,11 +18,20 @@ use std::time::{Duration, Instant};
 use crate::{BLOCK_BYTES, LOCK_WAIT, say};
 
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+const CLOSED_LOOK_EVERY: Duration = Duration::from_millis(1);
 const REST_WAIT: Duration = Duration::from_secs(3);
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
+/// How it is copied.
+#[derive(Debug, Clone, Copy)]
+pub enum By {
+    Mirror,
+    DirtyTracking(Options),
+}
+
 struct Mirror<'a> {
     disk: &'a Disk,
+    by: By,
     second: SecondImage,
     bytes: u64,
 }
@@ -31,7 +44,7 @@ impl Drop for Mirror<'_> {
 }
 
 /// Moves it, and says on the way how far it is.
-pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<()> {
+pub fn move_disk((disk, by): (&Disk, By), from: &Path, to: &Path, record: &Path) -> Result<()> {
     ensure!(
         to.symlink_metadata().is_err(),
         "{} is there already",
@@ -43,15 +56,23 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     let image = make_second(&beside, bytes)?;
     let course = Course::default();
     let second = SecondImage::of(&image, None, &course)?;
-    let filter = Mirroring::new(bytes, second.outlet()?, &course);
-    disk.put_lowest(Box::new(filter), REST_WAIT)?;
+    let outlet = second.outlet()?;
+    let filter: Box<dyn Filter> = match by {
+        By::Mirror => Box::new(Mirroring::new(bytes, outlet, &course)),
+        By::DirtyTracking(options) => Box::new(DirtyTracking::new(bytes, outlet, &course, options)),
+    };
+    disk.put_lowest(filter, REST_WAIT)?;
     course.begin(None);
     let mirror = Mirror {
         disk,
+        by,
         second,
         bytes,
     };
-    mirror.wait_until_equal()?;
+    match by {
+        By::Mirror => mirror.wait_until_equal()?,
+        By::DirtyTracking(_) => mirror.wait_until_few_are_left()?,
+    }
     std::fs::rename(&beside, to)?;
     sync_directory_of(to)?;
     mirror.second.sync()?;
@@ -59,15 +80,21 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
     let mut image = Some(image);
     let switched = switch_over(
         &mirror.second,
-        || mirror.wait_until_equal(),
+        || match mirror.by {
+            By::Mirror => mirror.wait_until_equal(),
+            By::DirtyTracking(_) => mirror.wait_until_closed(),
+        },
         |bound| {
             say(&json!({"event": "switching"}));
             mirror.switch(bound, &mut image, (to, record))
         },
     );
-    let took = switched?.context(NOT_KEPT_UP)?;
+    let course = mirror.second.course();
+    let took = switched?.context(NOT_KEPT_UP)?.max(course.closed_for());
     let switch_ms = took.as_secs_f64() * 1e3;
-    say(&json!({"event": "moved", "switch_ms": switch_ms}));
+    let iterations = course.iterations();
+    let iterations: Vec<_> = iterations.iter().map(|ended| json!({"number": ended.number, "copied": ended.copied, "seconds": ended.seconds, "dirty": ended.dirty, "hot": ended.hot, "deferred": ended.deferred})).collect();
+    say(&json!({"event": "moved", "switch_ms": switch_ms, "iterations": iterations}));
     Ok(())
 }
 
@@ -103,6 +130,35 @@ impl Mirror<'_> {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn wait_until_few_are_left(&self) -> Result<()> {
+        let (mut last, course) = (LastBlocks::of(&self.second), self.second.course());
+        while !last.are_few(Instant::now()).map_err(anyhow::Error::msg)? {
+            let (left, iterations) = (course.left_bytes(), course.iterations().len());
+            say(
+                &json!({"event": "progress", "total": self.bytes, "left": left, "iterations": iterations}),
+            );
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    fn wait_until_closed(&self) -> Result<()> {
+        loop {
+            self.wait_until_few_are_left()?;
+            self.second.sync()?;
+            let mut last = LastBlocks::of(&self.second);
+            last.close(Instant::now()).map_err(anyhow::Error::msg)?;
+            loop {
+                match last.look_closed(Instant::now()) {
+                    Ok(Closed::Equal) => return Ok(()),
+                    Ok(Closed::NotYet) => std::thread::sleep(CLOSED_LOOK_EVERY),
+                    Ok(Closed::Opened) => break,
+                    Err(why) => return Err(anyhow::Error::msg(why)),
+                }
+            }
         }
     }
 
