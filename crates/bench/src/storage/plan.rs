@@ -113,18 +113,25 @@ impl Way {
         }
     }
 
-    /// The words for `godwit-disk` after the place.
-    pub fn words(self) -> &'static str {
+    /// What it is told with when it begins,
+    pub fn options(self) -> &'static [&'static str] {
         match self {
-            Self::Mirror => "",
             Self::Tracking {
                 incremental: false, ..
-            } => " dirty-tracking no-incremental no-hot-blocks",
+            } => &["--no-incremental", "--no-hot-blocks"],
             Self::Tracking {
                 avoids_hot_blocks: false,
                 ..
-            } => " dirty-tracking no-hot-blocks",
-            Self::Tracking { .. } => " dirty-tracking",
+            } => &["--no-hot-blocks"],
+            _ => &[],
+        }
+    }
+
+    /// and the word before the place.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Mirror => "move",
+            Self::Tracking { .. } => "move-by-dirty-tracking",
         }
     }
 }

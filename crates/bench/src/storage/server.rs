@@ -118,6 +118,7 @@ pub fn ours(
     command.arg("--socket").arg(Path::new(RUN).join("disk"));
     command.arg("--memory").arg(Path::new(RUN).join("memory"));
     command.arg("--record").arg(site.record());
+    command.args(way.options());
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command
         .stderr(Stdio::null())
@@ -165,7 +166,7 @@ fn move_ours(
     deadline: Instant,
 ) -> Result<Attempt> {
     let asked = Instant::now();
-    writeln!(input, "move {}{}", to.display(), way.words())?;
+    writeln!(input, "{} {}", way.word(), to.display())?;
     let (mut switching, mut estimates, mut iterations) = (asked, Vec::new(), Vec::new());
     while let Some((at, event)) = next(lines, deadline)? {
         match event["event"].as_str() {

@@ -1,6 +1,6 @@
 //! Serves one disk without a VM, and moves it to a second image when it is told to: what the bench measures of the product.
 //!
-//! `vm move-disk` is carried out by `vmproc` (`disks/in_place.rs`, `disks/switching.rs`), which has no disk without a VM and its
+//! `vm move-disk` is carried out by `vmproc` (`disks/in_place.rs`, `disks/tracked.rs`, `disks/switching.rs`), which has no disk without a VM and its
 //! QEMU. So [`moving`] does the same steps by the same crates (`vhost`, `blockio`, `store`), with the same pauses and limits: a
 //! mirror until both images are equal, name and content durable, stand still, what is under way ends, content durable, a durable
 //! record, switch. What it leaves out: the VM's description, removing the former image, and who may run the VM.
@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod moving;
+mod tracked;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;

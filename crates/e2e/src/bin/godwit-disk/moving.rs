@@ -5,8 +5,7 @@
 use anyhow::{Context as _, Result, ensure};
 use godwit_blockio::filters::{Course, DirtyTracking, Mirroring};
 use godwit_blockio::{
-    Access, Approach, Bound, Closed, Filter, Image, LastBlocks, NOT_KEPT_UP, SecondImage,
-    switch_over,
+    Access, Approach, Bound, Filter, Image, NOT_KEPT_UP, SecondImage, switch_over,
 };
 use godwit_tracking::Options;
 use godwit_vhost::Disk;
@@ -18,7 +17,6 @@ use std::time::{Duration, Instant};
 use crate::{BLOCK_BYTES, LOCK_WAIT, say};
 
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-const CLOSED_LOOK_EVERY: Duration = Duration::from_millis(1);
 const REST_WAIT: Duration = Duration::from_secs(3);
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
@@ -29,10 +27,10 @@ pub enum By {
     DirtyTracking(Options),
 }
 
-struct Mirror<'a> {
+pub struct Mirror<'a> {
     disk: &'a Disk,
     by: By,
-    second: SecondImage,
+    pub second: SecondImage,
     bytes: u64,
 }
 
@@ -69,10 +67,21 @@ pub fn move_disk((disk, by): (&Disk, By), from: &Path, to: &Path, record: &Path)
         second,
         bytes,
     };
-    match by {
-        By::Mirror => mirror.wait_until_equal()?,
-        By::DirtyTracking(_) => mirror.wait_until_few_are_left()?,
+    let mut told = 0;
+    let is_worth = match by {
+        By::Mirror => mirror.wait_until_equal(),
+        By::DirtyTracking(_) => mirror.wait_until_few_are_left(&mut told),
+    };
+    if let (Err(error), By::DirtyTracking(_)) = (&is_worth, by) {
+        // It need not come to an end, and its guest works on.
+        let why = format!("{error:#}");
+        drop(mirror);
+        disk.take_lowest(REST_WAIT)?;
+        std::fs::remove_file(&beside)?;
+        say(&json!({"event": "gave-up", "why": why}));
+        return Ok(());
     }
+    is_worth?;
     std::fs::rename(&beside, to)?;
     sync_directory_of(to)?;
     mirror.second.sync()?;
@@ -82,19 +91,21 @@ pub fn move_disk((disk, by): (&Disk, By), from: &Path, to: &Path, record: &Path)
         &mirror.second,
         || match mirror.by {
             By::Mirror => mirror.wait_until_equal(),
-            By::DirtyTracking(_) => mirror.wait_until_closed(),
+            By::DirtyTracking(_) => mirror.wait_until_closed(&mut told),
         },
         |bound| {
-            say(&json!({"event": "switching"}));
+            // A disk that is closed waits already.
+            if matches!(by, By::Mirror) {
+                say(&json!({"event": "switching"}));
+            }
             mirror.switch(bound, &mut image, (to, record))
         },
     );
     let course = mirror.second.course();
     let took = switched?.context(NOT_KEPT_UP)?.max(course.closed_for());
     let switch_ms = took.as_secs_f64() * 1e3;
-    let iterations = course.iterations();
-    let iterations: Vec<_> = iterations.iter().map(|ended| json!({"number": ended.number, "copied": ended.copied, "seconds": ended.seconds, "dirty": ended.dirty, "hot": ended.hot, "deferred": ended.deferred})).collect();
-    say(&json!({"event": "moved", "switch_ms": switch_ms, "iterations": iterations}));
+    mirror.tell_iterations(&mut told);
+    say(&json!({"event": "moved", "switch_ms": switch_ms}));
     Ok(())
 }
 
@@ -130,35 +141,6 @@ impl Mirror<'_> {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
-        }
-    }
-
-    fn wait_until_few_are_left(&self) -> Result<()> {
-        let (mut last, course) = (LastBlocks::of(&self.second), self.second.course());
-        while !last.are_few(Instant::now()).map_err(anyhow::Error::msg)? {
-            let (left, iterations) = (course.left_bytes(), course.iterations().len());
-            say(
-                &json!({"event": "progress", "total": self.bytes, "left": left, "iterations": iterations}),
-            );
-            std::thread::sleep(LOOK_EVERY);
-        }
-        Ok(())
-    }
-
-    fn wait_until_closed(&self) -> Result<()> {
-        loop {
-            self.wait_until_few_are_left()?;
-            self.second.sync()?;
-            let mut last = LastBlocks::of(&self.second);
-            last.close(Instant::now()).map_err(anyhow::Error::msg)?;
-            loop {
-                match last.look_closed(Instant::now()) {
-                    Ok(Closed::Equal) => return Ok(()),
-                    Ok(Closed::NotYet) => std::thread::sleep(CLOSED_LOOK_EVERY),
-                    Ok(Closed::Opened) => break,
-                    Err(why) => return Err(anyhow::Error::msg(why)),
-                }
-            }
         }
     }
 
