@@ -10,7 +10,7 @@ use std::path::Path;
 const RINGS: [(&str, &[&str]); 4] = [
     (
         "pure",
-        &["types", "wire", "migrate", "mirror", "ownership", "site"],
+        &["types", "wire", "migrate", "mirror", "delta", "ownership", "site"],
     ),
     (
         "edge",
