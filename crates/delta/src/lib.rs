@@ -3,6 +3,7 @@
 //! They are what snapshots and linked clones are made of. A delta is kept as a VMDK of the kind seSparse, which QEMU reads: a text
 //! ([`descriptor`]) beside an extent file ([`Layout`], [`header`], [`table`]) with grains of 4 KiB. Of all that the format can say we say
 //! one thing: a grain lies at its own place. So there is no allocator and no list of what is free that a crash could make wrong.
+//! [`Overlay`] decides about requests, and its rounds about what is durable when.
 //!
 //! Pure: no IO and no clock. Who owns the state: the values; the words below [`States`] may be shared with a later process.
 //!
@@ -11,15 +12,22 @@
 
 #![forbid(unsafe_code)]
 
+#[macro_use]
+mod plant;
 pub mod descriptor;
 pub mod header;
 mod layout;
+mod overlay;
+mod rounds;
 pub mod states;
 pub mod table;
 
 pub use descriptor::{Descriptor, Kind, Parent};
 pub use header::{Label, Use};
 pub use layout::{BLOCK, BYTES_MAX, GRAIN, GRAINS_PER_BLOCK, LABEL_AT, Layout, SECTOR};
+pub use overlay::{Change, Filled, Overlay, Piece, RequestId, Source, Step};
+#[cfg(feature = "planted-faults")]
+pub use plant::Plant;
 pub use states::{Grain, States, words_for};
 
 /// Sixteen bytes that tell a delta, or a boot of a host, from all others.
