@@ -17,6 +17,7 @@ mod plant;
 pub mod descriptor;
 pub mod header;
 mod layout;
+mod moves;
 mod overlay;
 mod rounds;
 pub mod states;
@@ -25,6 +26,7 @@ pub mod table;
 pub use descriptor::{Descriptor, Kind, Parent};
 pub use header::{Label, Use};
 pub use layout::{BLOCK, BYTES_MAX, GRAIN, GRAINS_PER_BLOCK, LABEL_AT, Layout, SECTOR};
+pub use moves::{MOVE_MAX, Move, moves};
 pub use overlay::{Change, Filled, Overlay, Piece, RequestId, Source, Step};
 #[cfg(feature = "planted-faults")]
 pub use plant::Plant;

@@ -79,6 +79,11 @@ impl<M: AsRef<[AtomicU64]>> States<M> {
         Ok(states)
     }
 
+    /// What they are over.
+    pub fn words(&self) -> &M {
+        &self.words
+    }
+
     /// How many grains there are.
     pub fn grains(&self) -> u64 {
         self.grains
