@@ -16,6 +16,8 @@ use io_uring::squeue::Entry;
 use io_uring::{opcode, types};
 use rustix::io::Errno;
 
+use crate::layers::Layers;
+use crate::request;
 use crate::{Bottom, Buffer, Data, Error, Event, Image, Outcome, Reactor, Request, Stack, Work};
 
 /// Tokens from here on are the engine's: this plus the slot's number.
@@ -34,6 +36,8 @@ const TRIES: u8 = 16;
 pub struct Engine {
     reactor: Reactor,
     image: Image,
+    /// The deltas above it.
+    layers: Layers,
     slots: Vec<Option<Slot>>,
     free: Vec<usize>,
     /// Requests that are copied.
@@ -73,6 +77,7 @@ impl Engine {
         Ok(Self {
             reactor: Reactor::new()?,
             image,
+            layers: Layers::default(),
             slots: Vec::new(),
             free: Vec::new(),
             copying: 0,
@@ -83,6 +88,11 @@ impl Engine {
     /// The image, while the kernel has no request of it.
     pub fn image(&mut self) -> Option<&mut Image> {
         (self.under_way() == 0).then_some(&mut self.image)
+    }
+
+    /// The deltas above the image, while the kernel has no request.
+    pub(crate) fn layers(&mut self) -> Option<&mut Layers> {
+        (self.under_way() == 0).then_some(&mut self.layers)
     }
 
     /// The image's own descriptor once more, also while the kernel has requests.
@@ -177,20 +187,23 @@ impl Engine {
     }
 
     fn issue(&mut self, index: usize) {
-        let fd = types::Fd(self.image.as_fd().as_raw_fd());
         let Some(slot) = self.slots.get_mut(index).and_then(Option::as_mut) else {
             return;
         };
-        let entry = slot.entry(fd).user_data(FIRST + index as u64);
+        let (image, start) = self.layers.at(slot.request.place, &self.image);
+        let fd = types::Fd(image.as_fd().as_raw_fd());
+        let entry = slot.entry(fd, start).user_data(FIRST + index as u64);
         // SAFETY: the entry refers to buffers that the slot owns and that do not move with it (memory of a `Vec`, or the
         // guest's), and the slot stays until the completion, which this module alone takes and the kernel tells once; beyond
-        // the engine's end if need be. The image stays open as long as the engine, and the kernel holds it from then on.
+        // the engine's end if need be. The image stays open as long as the engine, layers go only while nothing is under way, and
+        // the kernel holds either from then on.
         unsafe { self.reactor.push(entry) };
     }
 
     /// Whether direct IO takes the request's buffers as they are.
-    fn fits(&self, data: &Data) -> bool {
-        let alignment = self.image.alignment();
+    fn fits(&self, data: &Data, place: request::Place) -> bool {
+        let (image, _) = self.layers.at(place, &self.image);
+        let alignment = image.alignment();
         let (address, len) = (alignment.memory as usize, alignment.offset as usize);
         match data {
             Data::FromGuest(data) => data.are_aligned(address, len),
@@ -211,7 +224,9 @@ impl Engine {
         let transfers = is_read || matches!(request.work, Work::Write(_));
         let len = range.end.checked_sub(range.start);
         let whole = !transfers || len == Some(request.data.len() as u64);
-        len.is_some() && whole && range.end <= self.image.bytes()
+        let (image, start) = self.layers.at(request.place, &self.image);
+        let end = range.end.checked_add(start);
+        len.is_some() && whole && end.is_some_and(|end| end <= image.bytes())
     }
 }
 
@@ -220,7 +235,7 @@ impl Bottom for Engine {
         if !self.takes(&request) {
             return Some((request, Outcome::Failed(Errno::INVAL)));
         }
-        let fits = self.fits(&request.data);
+        let fits = self.fits(&request.data, request.place);
         if !fits && self.copying >= COPYING {
             self.waiting.push_back(request);
             return None;
@@ -399,23 +414,24 @@ impl Slot {
     }
 
     /// What the kernel is to do next.
-    fn entry(&mut self, fd: types::Fd) -> Entry {
+    /// of a file in which byte 0 of the request is there.
+    fn entry(&mut self, fd: types::Fd, start: u64) -> Entry {
         if self.syncing {
             return sync(fd);
         }
         match self.request.work.clone() {
             Work::Flush if planted("flush-acknowledged-early") => opcode::Nop::new().build(),
-            Work::Read(range) => self.read(fd, range.start + self.done as u64),
-            Work::Write(range) => self.write(fd, range.start + self.done as u64),
+            Work::Read(range) => self.read(fd, start + range.start + self.done as u64),
+            Work::Write(range) => self.write(fd, start + range.start + self.done as u64),
             Work::Flush => sync(fd),
-            Work::Discard(range) => allocate(fd, &range, libc::FALLOC_FL_PUNCH_HOLE),
+            Work::Discard(range) => allocate(fd, start, &range, libc::FALLOC_FL_PUNCH_HOLE),
             Work::WriteZeroes { range, unmap } => {
                 let mode = if unmap {
                     libc::FALLOC_FL_PUNCH_HOLE
                 } else {
                     libc::FALLOC_FL_ZERO_RANGE
                 };
-                allocate(fd, &range, mode)
+                allocate(fd, start, &range, mode)
             }
         }
     }
@@ -522,9 +538,9 @@ fn sync(fd: types::Fd) -> Entry {
     opcode::Fsync::new(fd).flags(flags).build()
 }
 
-fn allocate(fd: types::Fd, range: &std::ops::Range<u64>, mode: libc::c_int) -> Entry {
+fn allocate(fd: types::Fd, start: u64, range: &std::ops::Range<u64>, mode: libc::c_int) -> Entry {
     opcode::Fallocate::new(fd, range.end - range.start)
-        .offset(range.start)
+        .offset(start + range.start)
         .mode(mode | libc::FALLOC_FL_KEEP_SIZE)
         .build()
 }

@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
+use crate::request::Place;
 use crate::stack::Step;
 use crate::{Data, Outcome, Request, Work};
 
@@ -97,6 +98,13 @@ impl Flow<'_> {
     pub fn make_like(&mut self, other: &Request, data: Data, token: u64) {
         let mut request = self.made(other.work.clone(), data, token);
         request.durable = other.durable;
+        self.down(request);
+    }
+
+    /// A request for what carries requests out, on another file than the disk's own image.
+    pub(crate) fn make_at(&mut self, place: Place, (work, data): (Work, Data), token: u64) {
+        let mut request = self.made(work, data, token);
+        request.place = place;
         self.down(request);
     }
 

@@ -193,6 +193,17 @@ impl Image {
         Ok(())
     }
 
+    /// Is only read from now on, and lets others read it, too. For a moment nobody has it.
+    pub(crate) fn share(&mut self, name: &str) -> Result<(), Error> {
+        image_lock::release(&self.file, name).map_err(|source| Error::Image {
+            action: "unlock",
+            path: self.path.clone(),
+            source,
+        })?;
+        self.access = Access::ReadOnly;
+        image_lock::take(&self.file, &self.path, self.access, name, Duration::ZERO)
+    }
+
     /// Makes durable what was written through it, and lets whoever waits for it have it. Nothing may be under way.
     pub fn give_back(&mut self, name: &str) -> Result<(), Error> {
         let failed = |action, source| Error::Image {

@@ -96,6 +96,18 @@ impl Data {
     }
 }
 
+/// Which file a request is for, and how its bytes are counted there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The disk's own image, or whatever lies above it.
+    #[default]
+    Own,
+    /// The layer of this number, from 1 on, in bytes of the disk.
+    Layer(usize),
+    /// The same, in bytes of its file.
+    Inside(usize),
+}
+
 /// A request on its way.
 #[derive(Debug)]
 pub struct Request {
@@ -110,6 +122,8 @@ pub struct Request {
     pub token: u64,
     /// Whether it was carried out before, in vain: what it takes of a limit was taken then.
     pub(crate) again: bool,
+    /// Told by the lowest filter to what carries requests out.
+    pub(crate) place: Place,
     /// The filter that made it, by its place; `None`: it entered at the top.
     pub(crate) maker: Option<usize>,
 }
@@ -124,6 +138,7 @@ impl Request {
             began: now,
             token,
             again: false,
+            place: Place::Own,
             maker: None,
         }
     }
@@ -168,17 +183,19 @@ impl Outcome {
 /// For what a guest's requests wait that failed: they are carried out once more.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Writes and what else changes the image, for room on its file system.
+    /// Writes and what else changes the image, for room on its file system; and flushes that have to write something of ours there, which
+    /// they can again (what the kernel itself has no room for when it makes data durable is no lack of room to whoever asks).
     pub for_room: bool,
     /// Reads, too, for storage that fails.
     pub for_storage: bool,
 }
 
 impl Waits {
-    /// Whether a request that came to this waits. No flush does, and nothing that failed to become durable: the kernel tells once that
+    /// Whether a request that came to this waits. Of storage no flush does, and nothing that failed to become durable: the kernel tells once that
     /// data is lost, perhaps that of others, and what is tried again would seem to succeed.
     pub fn keep(self, request: &Request, outcome: Outcome) -> bool {
-        let for_room = self.for_room && request.work.changes() && outcome.lacks_room();
+        let writes = request.work.changes() || request.work == Work::Flush;
+        let for_room = self.for_room && writes && outcome.lacks_room();
         let makes_durable = request.durable || request.work == Work::Flush;
         for_room || self.for_storage && outcome.storage_fails() && !makes_durable
     }
@@ -209,7 +226,7 @@ mod tests {
             assert_eq!(kept(&write, false), [for_room, for_storage, for_storage]);
             assert_eq!(kept(&read, false), [false, for_storage, for_storage]);
             assert_eq!(kept(&write, true), [for_room, false, false]);
-            assert_eq!(kept(&Work::Flush, false), [false; 3]);
+            assert_eq!(kept(&Work::Flush, false), [for_room, false, false]);
             let write = of(write.clone(), false);
             for other in [
                 Outcome::Failed(Errno::NODATA),

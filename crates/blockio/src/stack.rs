@@ -43,8 +43,10 @@ pub struct Stack<B> {
     bytes: u64,
     /// Requests of filters' own that are not finished.
     made: usize,
-    /// Whether the last filter was put there while the disk was served.
+    /// Whether the last filter, but for the foot, was put there while the disk was served.
     has_lowest: bool,
+    /// Whether the last one is the foot.
+    has_foot: bool,
 }
 
 impl<B: Bottom> Stack<B> {
@@ -64,10 +66,11 @@ impl<B: Bottom> Stack<B> {
             bytes: 0,
             made: 0,
             has_lowest: false,
+            has_foot: false,
         }
     }
 
-    /// Puts a filter below all others, in place of the one that was put there before. Only where nothing is under way;
+    /// Puts a filter below all others but the foot, in place of the one that was put there before. Only where nothing is under way;
     /// else it comes back.
     pub fn put_lowest(&mut self, filter: Box<dyn Filter>) -> Result<(), Box<dyn Filter>> {
         if !self.is_idle() {
@@ -76,11 +79,32 @@ impl<B: Bottom> Stack<B> {
         if std::mem::replace(&mut self.has_lowest, true) {
             self.pop();
         }
+        let place = self.filters.len() - usize::from(self.has_foot);
         if let Some(bell) = filter.bell() {
-            self.bottom.listen(self.filters.len(), Some(bell));
+            self.bottom.listen(place, Some(bell));
         }
-        self.filters.push(filter);
+        self.filters.insert(place, filter);
         Ok(())
+    }
+
+    /// Puts a filter, which has no bell, below all others until [`Self::take_foot`] is called. Only where nothing is under way; else it comes
+    /// back.
+    pub(crate) fn put_foot(&mut self, filter: Box<dyn Filter>) -> Result<(), Box<dyn Filter>> {
+        if !self.is_idle() || filter.bell().is_some() {
+            return Err(filter);
+        }
+        self.take_foot();
+        self.filters.push(filter);
+        self.has_foot = true;
+        Ok(())
+    }
+
+    /// Takes the foot away. Returns whether there is none now: only where nothing is under way it can.
+    pub(crate) fn take_foot(&mut self) -> bool {
+        if self.is_idle() && std::mem::take(&mut self.has_foot) {
+            self.filters.pop();
+        }
+        !self.has_foot
     }
 
     /// Takes the filter away that was put there last. Returns whether there was one and it could: only where nothing is under
@@ -94,12 +118,12 @@ impl<B: Bottom> Stack<B> {
     }
 
     fn pop(&mut self) {
-        if self
-            .filters
-            .pop()
-            .is_some_and(|filter| filter.bell().is_some())
-        {
-            self.bottom.listen(self.filters.len(), None);
+        let after = 1 + usize::from(self.has_foot);
+        let Some(place) = self.filters.len().checked_sub(after) else {
+            return;
+        };
+        if self.filters.remove(place).bell().is_some() {
+            self.bottom.listen(place, None);
         }
     }
 

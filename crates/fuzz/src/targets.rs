@@ -4,6 +4,7 @@
 
 mod canary;
 mod control;
+mod delta;
 mod disk;
 mod ownership;
 mod protocol;
@@ -51,6 +52,9 @@ targets! {
     "disk-message", "what QEMU says to a disk", disk::message, message_seeds;
     "disk-request", "requests in a guest's rings", disk::request, request_seeds;
     "device-label", "the label of a block device that holds a disk", disk::label, label_seeds;
+    "delta-head", "headers and label of a delta's extent", delta::head, head_seeds;
+    "delta-table", "blocks of a delta's tables", delta::block, block_seeds;
+    "delta-text", "the descriptor of a delta", delta::text, text_seeds;
     "probe-frame", "Ethernet frames from a bridge", qemu::probe, probe_seeds;
     "rest-body", "bodies, tokens, certificates and event streams", control::rest_body, rest_body_seeds;
     "vm-socket", "requests and answers between agent and VM process", control::vm_socket, vm_socket_seeds;

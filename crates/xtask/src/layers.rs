@@ -15,6 +15,7 @@ const RINGS: [(&str, &[&str]); 4] = [
             "wire",
             "migrate",
             "mirror",
+            "delta",
             "tracking",
             "ownership",
             "site",

@@ -1,0 +1,144 @@
+//! Makes a delta's files, durably: the extent first, and last the descriptor, which is what makes it one.
+//!
+//! Who owns the state: whoever makes it, until it is there. Refuses: names that are taken.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use godwit_delta::{Descriptor, Id, Kind, Label, Layout, Parent, Use, header, table};
+use rustix::fs::{CWD, RenameFlags};
+
+use super::{lock_new, unusable};
+use crate::Error;
+
+/// What a delta is to be.
+#[derive(Debug, Clone, Copy)]
+pub struct NewDelta<'a> {
+    /// Where its descriptor is to be, a file whose name ends in `.vmdk`. The extent is put beside it.
+    pub descriptor: &'a Path,
+    /// Of the disk, which is as long as its parent.
+    pub bytes: u64,
+    /// Which no other delta has: random.
+    pub id: Id,
+    /// For others who read the chain.
+    pub parent: &'a Parent,
+}
+
+/// Makes an empty delta: all of it is absent. Returns what one above it names as its parent, if its hint is the descriptor's name.
+pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
+    let failed = |action, path: &Path, source| Error::Image {
+        action,
+        path: path.to_owned(),
+        source,
+    };
+    let layout = Layout::of(new.bytes);
+    let layout = layout.map_err(|why| unusable(new.descriptor, &why.to_string()))?;
+    let (stem, extent) = extent_of(new.descriptor)?;
+    let path = new.descriptor.with_file_name(&extent);
+    let described = Descriptor {
+        kind: Kind::Delta,
+        cid: new.id.cid(),
+        parent: Some(new.parent.clone()),
+        bytes: new.bytes,
+        extent,
+    };
+    let text = described.encode();
+    let text = text.map_err(|why| unusable(new.descriptor, &why.to_string()))?;
+    let fresh = with_suffix(&path, ".new");
+    let made = make_fresh(&fresh).map_err(|source| failed("create", &fresh, source))?;
+    lock_new(&made, &fresh, "creator")?;
+    let filled = fill(&made, &layout, new.id);
+    filled.map_err(|source| failed("create", &fresh, source))?;
+    name(&made, &fresh, &path).map_err(|source| failed("create", &path, source))?;
+    write_new(new.descriptor, &text)?;
+    Ok(Parent {
+        cid: described.cid,
+        hint: format!("{stem}.vmdk"),
+    })
+}
+
+/// Writes a descriptor for a raw image, so that others can read deltas above it down to it. `text` names the file; the image
+/// itself is not touched. Returns what a delta beside it names as its parent.
+pub fn describe_base(
+    descriptor: &Path,
+    image: &str,
+    (bytes, cid): (u64, u32),
+) -> Result<Parent, Error> {
+    let (stem, _) = extent_of(descriptor)?;
+    let described = Descriptor {
+        kind: Kind::Raw,
+        cid,
+        parent: None,
+        bytes,
+        extent: image.to_owned(),
+    };
+    let text = described.encode();
+    let text = text.map_err(|why| unusable(descriptor, &why.to_string()))?;
+    write_new(descriptor, &text)?;
+    Ok(Parent {
+        cid,
+        hint: format!("{stem}.vmdk"),
+    })
+}
+
+/// The name of a descriptor without its end, and that of the extent beside it.
+fn extent_of(descriptor: &Path) -> Result<(String, String), Error> {
+    let name = descriptor.file_name().and_then(|name| name.to_str());
+    let stem = name.and_then(|name| name.strip_suffix(".vmdk"));
+    let stem = stem.filter(|stem| !stem.is_empty());
+    let stem = stem.ok_or_else(|| unusable(descriptor, "the name of a delta ends in .vmdk"))?;
+    Ok((stem.to_owned(), format!("{stem}-sesparse.vmdk")))
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+/// One that a crash left under this name is nobody's.
+fn make_fresh(path: &Path) -> io::Result<File> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create_new(true).mode(0o600);
+    options.open(path)
+}
+
+fn fill(file: &File, layout: &Layout, id: Id) -> io::Result<()> {
+    let label = Label {
+        id,
+        in_use: Use::Closed,
+    };
+    file.set_len(layout.file_bytes())?;
+    file.write_all_at(&header::encode(layout, &label), 0)?;
+    file.write_all_at(&table::directory(layout), layout.directory().start)?;
+    file.sync_all()
+}
+
+/// Gives a file its name, which nobody else has, durably.
+fn name(file: &File, from: &Path, to: &Path) -> io::Result<()> {
+    rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?;
+    let directory = to.parent().filter(|path| !path.as_os_str().is_empty());
+    File::open(directory.unwrap_or(Path::new(".")))?.sync_all()?;
+    // An XFS that was shut down tells of it only here.
+    file.sync_all()
+}
+
+fn write_new(path: &Path, text: &str) -> Result<(), Error> {
+    let fresh = with_suffix(path, ".new");
+    let written = make_fresh(&fresh).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        name(&file, &fresh, path)
+    });
+    written.map_err(|source| Error::Image {
+        action: "create",
+        path: path.to_owned(),
+        source,
+    })
+}

@@ -1,0 +1,387 @@
+//! Delta disks as files: made, opened, locked, frozen, and put above an image.
+//!
+//! What they are is said in `godwit_delta`, which also decides about requests; [`filters::Overlaying`](crate::filters::Overlaying) carries
+//! that out. Here are the files: a descriptor, an extent beside it, and, while somebody works with it, a map of the states of its
+//! grains in the VM's run directory.
+//!
+//! Who owns the state: whoever has the extent's lock. The top is locked for writing, what lies below for reading, so that many VMs may
+//! share it. What a killed process answered and did not make durable is in the map; after a power cut the tables alone count.
+//!
+//! What it refuses: extents that anybody else has written, to write what is frozen, to open a path because a file names it (of a
+//! descriptor's words only the name of the file beside it is used, and a hint never), and to guess: a delta that is open under
+//! this boot of the host without its map.
+
+mod consolidate;
+mod make;
+mod map;
+mod tables;
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use godwit_delta::{
+    Descriptor, GRAIN, Id, Kind, LABEL_AT, Label, Layout, Refused, States, Use, header, table,
+};
+
+pub use consolidate::{Consolidated, consolidate};
+pub use make::{NewDelta, create, describe_base};
+pub use map::Words;
+use tables::Unread;
+
+use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
+
+/// How a disk opens its deltas.
+#[derive(Debug, Clone, Copy)]
+pub struct Opening<'a> {
+    /// Of the disk, in bytes.
+    pub block_bytes: u32,
+    /// By which readers of one image are told apart, as in [`Image::lock`].
+    pub name: &'a str,
+    /// How long whoever has it is waited for.
+    pub patience: Duration,
+}
+
+/// Where the states of a top's grains outlive this process.
+#[derive(Debug, Clone, Copy)]
+pub struct Outliving<'a> {
+    /// A file on a tmpfs.
+    pub map: &'a Path,
+    /// The boot of this host.
+    pub boot: Id,
+    /// No guest lives that was told of anything since the tables were written: where the map is gone the tables count.
+    pub no_guest_lives: bool,
+}
+
+/// A delta that is open, and locked.
+#[derive(Debug)]
+pub struct Delta {
+    image: Image,
+    layout: Layout,
+    label: Label,
+    states: States<Words>,
+    /// By which it is locked.
+    name: String,
+    map: Option<PathBuf>,
+}
+
+impl Delta {
+    /// Opens the delta that this descriptor is of as a parent: it is frozen, or closed, and stays as it is.
+    pub fn open_parent(descriptor: &Path, opening: Opening<'_>) -> Result<Self, Error> {
+        let found = Found::open(descriptor, Access::ReadOnly, opening)?;
+        if let Use::Open { .. } = found.label.in_use {
+            let why = "it was not closed: open it as the top of a disk first, or freeze it";
+            return Err(found.unusable(why));
+        }
+        let states = found.own_states()?;
+        Ok(found.into_delta(states, opening.name, None))
+    }
+
+    /// Opens it as the top of a disk, which is written.
+    pub fn open_top(
+        descriptor: &Path,
+        opening: Opening<'_>,
+        outliving: Outliving<'_>,
+    ) -> Result<Self, Error> {
+        let found = Found::open(descriptor, Access::ReadWrite, opening)?;
+        let whose = (found.label.id, outliving.boot);
+        let of_map = |source| Error::Image {
+            action: "keep the states of",
+            path: found.image.path().to_owned(),
+            source,
+        };
+        let kept = match found.label.in_use {
+            Use::Frozen => {
+                return Err(found.unusable("it is frozen: nothing is written to it any more"));
+            }
+            Use::Open { boot } if boot == outliving.boot => {
+                let kept = Words::find(outliving.map, &found.layout, whose).map_err(of_map)?;
+                if kept.is_none() && !outliving.no_guest_lives {
+                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
+                    return Err(found.unusable(why));
+                }
+                kept
+            }
+            Use::Open { .. } | Use::Closed => None,
+        };
+        let states = match kept {
+            Some(kept) => found.over(kept)?,
+            None => {
+                let made = Words::create(outliving.map, &found.layout, whose).map_err(of_map)?;
+                let states = found.over(made)?;
+                found.load(&states)?;
+                states
+            }
+        };
+        let map = Some(outliving.map.to_owned());
+        let mut delta = found.into_delta(states, opening.name, map);
+        let boot = outliving.boot;
+        delta.say(Use::Open { boot })?;
+        Ok(delta)
+    }
+
+    /// A last round: from here on it is complete by its tables alone, and read-only. It stays open, as a parent. Nothing may be under way,
+    /// and nothing may be written to it any more.
+    pub fn freeze(&mut self) -> Result<(), Error> {
+        self.end(Use::Frozen)?;
+        self.image.share(&self.name)
+    }
+
+    /// A last round: it is complete by its tables alone, until somebody opens it again. Nothing may be under way.
+    pub fn close(mut self) -> Result<(), Error> {
+        match self.image.access() {
+            Access::ReadWrite => self.end(Use::Closed),
+            Access::ReadOnly => Ok(()),
+        }
+    }
+
+    fn end(&mut self, how: Use) -> Result<(), Error> {
+        let settled = tables::settle(&self.image, &self.layout, &self.states);
+        settled.map_err(|source| self.failed("make durable", source))?;
+        self.say(how)?;
+        // The tables say all of it now.
+        if let Some(map) = self.map.take() {
+            let own = Words::own(&self.layout);
+            let words = own
+                .as_ref()
+                .as_ref()
+                .iter()
+                .zip(self.states.words().as_ref());
+            for (to, from) in words {
+                to.store(
+                    from.load(std::sync::atomic::Ordering::Acquire),
+                    std::sync::atomic::Ordering::Release,
+                );
+            }
+            self.states = States::over(own, &self.layout).map_err(|why| self.unusable(&why))?;
+            let _ = std::fs::remove_file(map);
+        }
+        Ok(())
+    }
+
+    /// Writes the label, and makes it durable with all that was written before.
+    fn say(&mut self, in_use: Use) -> Result<(), Error> {
+        let label = Label {
+            in_use,
+            ..self.label
+        };
+        let mut block = Buffer::zeroed(GRAIN as usize);
+        let written = file_of(self.image.as_fd()).and_then(|file| {
+            file.read_exact_at(block.bytes_mut(), LABEL_AT)?;
+            if let Some(sector) = block.bytes_mut().get_mut(..header::LABEL) {
+                sector.copy_from_slice(&label.encode());
+            }
+            file.write_all_at(block.bytes(), LABEL_AT)?;
+            file.sync_data()
+        });
+        written.map_err(|source| self.failed("label", source))?;
+        self.label = label;
+        Ok(())
+    }
+
+    /// Its file, through which all IO of it goes.
+    pub(crate) fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// Where everything lies in the extent.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// What each grain is.
+    pub fn states(&self) -> &States<Words> {
+        &self.states
+    }
+
+    /// What tells it from all others.
+    pub fn id(&self) -> Id {
+        self.label.id
+    }
+
+    fn failed(&self, action: &'static str, source: io::Error) -> Error {
+        Error::Image {
+            action,
+            path: self.image.path().to_owned(),
+            source,
+        }
+    }
+
+    fn unusable(&self, why: &Refused) -> Error {
+        unusable(self.image.path(), &why.to_string())
+    }
+}
+
+/// An extent that is locked and whose head was read.
+struct Found {
+    image: Image,
+    layout: Layout,
+    label: Label,
+}
+
+impl Found {
+    fn open(descriptor: &Path, access: Access, opening: Opening<'_>) -> Result<Self, Error> {
+        let said = read_descriptor(descriptor)?;
+        if said.kind != Kind::Delta {
+            return Err(unusable(descriptor, "it describes no delta"));
+        }
+        let path = descriptor.with_file_name(&said.extent);
+        // A FIFO would be waited for, and a link may lead anywhere.
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(access == Access::ReadWrite)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
+            .open(&path);
+        let file = opened.map_err(|source| Error::Image {
+            action: "open",
+            path: path.clone(),
+            source,
+        })?;
+        let mut image = Image::of(file, &path, access, opening.block_bytes)?;
+        image.lock(opening.name, opening.patience)?;
+        let mut head = Buffer::zeroed(2 * GRAIN as usize);
+        let read = file_of(image.as_fd()).and_then(|file| file.read_exact_at(head.bytes_mut(), 0));
+        read.map_err(|source| Error::Image {
+            action: "read",
+            path: path.clone(),
+            source,
+        })?;
+        let decoded = header::decode(head.bytes());
+        let (layout, label) = decoded.map_err(|why| unusable(&path, &why.to_string()))?;
+        let found = Self {
+            image,
+            layout,
+            label,
+        };
+        if layout.disk_bytes() != said.bytes || label.id.cid() != said.cid {
+            return Err(found.unusable("its descriptor is another delta's"));
+        }
+        if found.image.bytes() < layout.file_bytes() {
+            return Err(found.unusable("it is cut short"));
+        }
+        found.check_directory()?;
+        Ok(found)
+    }
+
+    fn check_directory(&self) -> Result<(), Error> {
+        let range = self.layout.directory();
+        let mut bytes = Buffer::zeroed((range.end - range.start) as usize);
+        let read = file_of(self.image.as_fd())
+            .and_then(|file| file.read_exact_at(bytes.bytes_mut(), range.start));
+        read.map_err(|source| self.failed(source))?;
+        let checked = table::check_directory(&self.layout, bytes.bytes());
+        checked.map_err(|why| self.unusable(&why.to_string()))
+    }
+
+    fn own_states(&self) -> Result<States<Words>, Error> {
+        let states = self.over(Words::own(&self.layout))?;
+        self.load(&states)?;
+        Ok(states)
+    }
+
+    fn over(&self, words: Words) -> Result<States<Words>, Error> {
+        States::over(words, &self.layout).map_err(|why| self.unusable(&why.to_string()))
+    }
+
+    fn load(&self, states: &States<Words>) -> Result<(), Error> {
+        match tables::load(&self.image, &self.layout, states) {
+            Ok(()) => Ok(()),
+            Err(Unread::System(source)) => Err(self.failed(source)),
+            Err(Unread::Refused(why)) => Err(self.unusable(&why.to_string())),
+        }
+    }
+
+    fn into_delta(self, states: States<Words>, name: &str, map: Option<PathBuf>) -> Delta {
+        Delta {
+            image: self.image,
+            layout: self.layout,
+            label: self.label,
+            states,
+            name: name.to_owned(),
+            map,
+        }
+    }
+
+    fn failed(&self, source: io::Error) -> Error {
+        Error::Image {
+            action: "read",
+            path: self.image.path().to_owned(),
+            source,
+        }
+    }
+
+    fn unusable(&self, why: &str) -> Error {
+        unusable(self.image.path(), why)
+    }
+}
+
+impl Stack<Engine> {
+    /// Puts deltas above the disk's image, from the lowest to the top, which alone is written. Only while nothing is under way and there are none;
+    /// else, and where they are not as long as the image, they come back.
+    pub fn put_deltas(&mut self, deltas: Vec<Delta>) -> Result<(), Vec<Delta>> {
+        let idle = self.is_idle();
+        let bytes = self.bottom.image().map(|image| image.bytes());
+        let fit = deltas
+            .iter()
+            .all(|delta| Some(delta.layout.disk_bytes()) == bytes);
+        let Some((top, lower)) = deltas.split_last().filter(|_| idle && fit) else {
+            return Err(deltas);
+        };
+        let lower = lower.iter().rev().map(|delta| delta.states.clone());
+        let filter = filters::Overlaying::new(&top.layout, top.states.clone(), lower.collect());
+        match self.bottom.layers() {
+            Some(layers) if layers.0.is_empty() => layers.0 = deltas,
+            _ => return Err(deltas),
+        }
+        match self.put_foot(Box::new(filter)) {
+            Ok(()) => Ok(()),
+            Err(_) => Err(self
+                .bottom
+                .layers()
+                .map(|layers| std::mem::take(&mut layers.0))
+                .unwrap_or_default()),
+        }
+    }
+
+    /// Takes the deltas away again, from the lowest to the top: only while nothing is under way. From then on requests go to the disk's image.
+    pub fn take_deltas(&mut self) -> Option<Vec<Delta>> {
+        if !self.take_foot() {
+            return None;
+        }
+        let layers = self.bottom.layers()?;
+        Some(std::mem::take(&mut layers.0))
+    }
+}
+
+/// Reads a descriptor and no more of it than one may have.
+pub fn read_descriptor(path: &Path) -> Result<Descriptor, Error> {
+    let limit = godwit_delta::descriptor::TEXT_MAX;
+    let read = godwit_store::read_regular(path, limit as u64);
+    let text = read.and_then(|text| text.ok_or_else(|| io::ErrorKind::NotFound.into()));
+    let text = text.map_err(|source| Error::Image {
+        action: "read the descriptor of",
+        path: path.to_owned(),
+        source,
+    })?;
+    Descriptor::decode(&text).map_err(|why| unusable(path, &why.to_string()))
+}
+
+fn unusable(path: &Path, reason: &str) -> Error {
+    Error::Unusable {
+        path: path.to_owned(),
+        reason: reason.to_owned(),
+    }
+}
+
+/// Reads and writes at offsets.
+fn file_of(fd: BorrowedFd<'_>) -> io::Result<File> {
+    fd.try_clone_to_owned().map(File::from)
+}
+
+/// Nobody but us may have it meanwhile.
+fn lock_new(file: &File, path: &Path, name: &str) -> Result<(), Error> {
+    image_lock::take(file, path, Access::ReadWrite, name, Duration::ZERO)
+}

@@ -1,0 +1,102 @@
+//! Reads what a delta's tables say, and writes it outside of a guest's requests.
+//!
+//! Who owns the state: whoever has the delta's lock. Refuses: entries that are not ours.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+use godwit_delta::{BLOCK, Layout, Refused, States, table};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use super::file_of;
+use super::map::Words;
+use crate::{Buffer, Image};
+
+/// Most bytes that are read or written at once.
+const AT_ONCE: u64 = 1 << 20;
+
+/// Why tables cannot be read.
+#[derive(Debug)]
+pub(super) enum Unread {
+    System(io::Error),
+    Refused(Refused),
+}
+
+impl From<io::Error> for Unread {
+    fn from(error: io::Error) -> Self {
+        Self::System(error)
+    }
+}
+
+/// Takes over what the tables say, where the file holds anything.
+pub(super) fn load(image: &Image, layout: &Layout, states: &States<Words>) -> Result<(), Unread> {
+    let tables = layout.tables();
+    let mut at = tables.start;
+    while let Some(data) = next_data(image, at..tables.end)? {
+        let mut start = data.start / BLOCK * BLOCK;
+        let end = data.end.next_multiple_of(BLOCK).min(tables.end);
+        while start < end {
+            let len = AT_ONCE.min(end - start);
+            let mut buffer = Buffer::zeroed(len as usize);
+            file_of(image.as_fd())?.read_exact_at(buffer.bytes_mut(), start)?;
+            take(
+                layout,
+                states,
+                (start - tables.start) / BLOCK,
+                buffer.bytes(),
+            )?;
+            start += len;
+        }
+        at = end;
+    }
+    Ok(())
+}
+
+fn take(layout: &Layout, states: &States<Words>, first: u64, bytes: &[u8]) -> Result<(), Unread> {
+    for (block, bytes) in (first..).zip(bytes.chunks(BLOCK as usize)) {
+        if bytes.iter().all(|byte| *byte == 0) {
+            continue;
+        }
+        let words = table::decode(layout, block, bytes).map_err(Unread::Refused)?;
+        states.load(block, &words);
+    }
+    Ok(())
+}
+
+/// The next part of a range that is no hole, as far as the file system tells.
+fn next_data(image: &Image, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
+    if range.is_empty() {
+        return Ok(None);
+    }
+    let start = match rustix::fs::seek(image.as_fd(), SeekFrom::Data(range.start)) {
+        Ok(start) => start,
+        Err(Errno::NXIO) => return Ok(None),
+        Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Some(range)),
+        Err(error) => return Err(error.into()),
+    };
+    if start >= range.end {
+        return Ok(None);
+    }
+    let end = rustix::fs::seek(image.as_fd(), SeekFrom::Hole(start))?;
+    Ok(Some(start..end.min(range.end)))
+}
+
+/// A last round: what is marked is durable after it, and nothing is marked.
+pub(super) fn settle(image: &Image, layout: &Layout, states: &States<Words>) -> io::Result<()> {
+    rustix::fs::fdatasync(image.as_fd())?;
+    let marked = states.marked();
+    let mut buffer = Buffer::zeroed(BLOCK as usize);
+    for block in &marked {
+        let bytes = table::encode(*block, &states.block(*block));
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        file_of(image.as_fd())?.write_all_at(buffer.bytes(), layout.block_at(*block))?;
+    }
+    if !marked.is_empty() {
+        rustix::fs::fdatasync(image.as_fd())?;
+    }
+    marked.iter().for_each(|block| states.unmark(*block));
+    Ok(())
+}

@@ -1,0 +1,134 @@
+//! The overlay over a file that ends what it is told in any order, beside a model of what each sector may hold.
+
+mod world;
+
+use godwit_delta::{Change, GRAIN, Layout, Overlay, States, Step, words_for};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use world::{Counts, World};
+
+const SEEDS: u64 = 4_000;
+
+fn whole(mut world: World) -> Result<Counts, String> {
+    for _ in 0..250 {
+        match world.numbers.below(120) {
+            0 => world.kill()?,
+            1 => world.lose_power()?,
+            2..=34 if world.guest.waits() < 8 => world.ask()?,
+            _ => world.work()?,
+        }
+        world.check()?;
+    }
+    world.end()
+}
+
+#[test]
+fn nothing_answered_is_lost_by_a_kill_nor_anything_flushed_by_a_power_cut() {
+    let mut counts = Counts::default();
+    for seed in 0..SEEDS {
+        match whole(World::new(seed)) {
+            Ok(happened) => counts.add(happened),
+            Err(wrong) => panic!("seed {seed}: {wrong}"),
+        }
+    }
+    println!("{counts:?}");
+    for (name, count) in counts.all() {
+        assert!(count > 200, "{name} came {count} times");
+    }
+}
+
+#[cfg(feature = "planted-faults")]
+#[test]
+fn each_planted_fault_is_found() {
+    use godwit_delta::Plant;
+    for plant in [
+        Plant::EntryBeforeData,
+        Plant::CapturedLate,
+        Plant::FillNotExcluded,
+        Plant::PresentBeforeWritten,
+        Plant::ZeroLost,
+        Plant::FlushJoinsRound,
+        Plant::DurableWithoutRound,
+        Plant::FillFromBase,
+        Plant::UnmarkedEarly,
+        Plant::ChangeDuringRoundForgotten,
+        Plant::FailedRoundForgotten,
+        Plant::FailedWriteCounts,
+        Plant::NoSecondSync,
+    ] {
+        let found = (0..SEEDS).find(|seed| whole(World::new(*seed).with(plant)).is_err());
+        println!("{plant:?}: seed {found:?}");
+        assert!(found.is_some(), "{plant:?} is not found");
+    }
+}
+
+/// An overlay without anything below it but a base.
+fn overlay(grains: u64) -> Overlay<Arc<[AtomicU64]>> {
+    let layout = Layout::of(grains * GRAIN).unwrap();
+    let words = (0..words_for(&layout)).map(|_| AtomicU64::new(0));
+    let states = States::over(words.collect(), &layout).unwrap();
+    Overlay::new(&layout, states, Vec::new())
+}
+
+#[test]
+fn what_makes_no_sense_changes_nothing() {
+    let mut overlay = overlay(4);
+    let refused = |id| Step::Answer { id, done: false };
+    for range in [0..0, 5..5, 3 * GRAIN..5 * GRAIN, u64::MAX - 1..u64::MAX] {
+        let steps = overlay.change(1, Change::Write(range), false);
+        assert_eq!(steps, [refused(1)]);
+    }
+    assert_eq!(overlay.ended(7, true), []);
+    assert_eq!(overlay.synced(true), []);
+    assert_eq!(overlay.tables_written(true), []);
+    assert_eq!(overlay.change(2, Change::Write(0..512), false).len(), 1);
+    let again = overlay.change(2, Change::Write(GRAIN..2 * GRAIN), false);
+    assert_eq!(again, [refused(2)]);
+    assert!(!overlay.rests());
+}
+
+#[test]
+fn a_flush_is_one_sync_where_nothing_is_new_and_many_share_a_round() {
+    let mut overlay = overlay(4);
+    let answer = |id| Step::Answer { id, done: true };
+    assert_eq!(overlay.flush(1), [Step::Sync]);
+    assert_eq!((overlay.flush(2), overlay.flush(3)), (vec![], vec![]));
+    assert_eq!(overlay.synced(true), [answer(1), Step::Sync]);
+    assert_eq!(overlay.synced(true), [answer(2), answer(3)]);
+    overlay.change(4, Change::Write(0..GRAIN), false);
+    assert_eq!(overlay.ended(4, true), [answer(4)]);
+    assert_eq!(overlay.flush(5), [Step::Sync]);
+    let [Step::Tables(blocks)] = &overlay.synced(true)[..] else {
+        panic!("no table is written");
+    };
+    assert_eq!(blocks.len(), 1);
+    assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(overlay.synced(true), [answer(5)]);
+    assert!(overlay.rests());
+}
+
+#[test]
+fn a_write_of_what_is_present_goes_straight_on_beside_one_that_fills() {
+    let mut overlay = overlay(4);
+    overlay.change(1, Change::Write(0..GRAIN), false);
+    overlay.ended(1, true);
+    let fills = overlay.change(2, Change::Write(GRAIN + 512..GRAIN + 1024), false);
+    let [Step::Write { write, .. }] = &fills[..] else {
+        panic!("{fills:?}");
+    };
+    assert_eq!(
+        (write.range.clone(), write.fill.len()),
+        (GRAIN..2 * GRAIN, 2)
+    );
+    assert_eq!(overlay.change(3, Change::Write(512..1024), false).len(), 1);
+    assert_eq!(
+        overlay.change(4, Change::Write(GRAIN..GRAIN + 512), false),
+        []
+    );
+    let steps = overlay.ended(2, true);
+    assert_eq!(
+        steps.len(),
+        2,
+        "it is answered, and lets the other go: {steps:?}"
+    );
+}
