@@ -186,10 +186,10 @@ streams_unit() {
     verdict vmproc "$1" "$2" $?
 }
 
-# The model test plants each fault of the mirror by itself, and fails where one is not found.
-mirror_model() {
-    local log="$logs/disks-mirror.log" plant
-    cargo test -q --release -p godwit-mirror --features planted-faults --target-dir target/plants --test model \
+# model CRATE: its model test plants each of its faults by itself, and fails where one is not found.
+model() {
+    local log="$logs/disks-$1.log" plant
+    cargo test -q --release -p "godwit-$1" --features planted-faults --target-dir target/plants --test model \
         -- each_planted_fault_is_found --exact --nocapture >"$log" 2>&1
     for plant in $(grep -o '^[A-Za-z]*: seed' "$log" | cut -d : -f 1); do
         grep -q "^$plant: seed None" "$log"
@@ -208,7 +208,8 @@ disk_case() {
 }
 
 disks() {
-    mirror_model
+    model mirror
+    model delta
     disk_case vhost memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
     disk_case vhost used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
     disk_case vhost data-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
