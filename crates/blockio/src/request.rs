@@ -122,6 +122,8 @@ pub struct Request {
     pub token: u64,
     /// Whether it was carried out before, in vain: what it takes of a limit was taken then.
     pub(crate) again: bool,
+    /// Said by the lowest filter of a flush that failed: no data was lost, only a block of its own found no room.
+    pub(crate) lost_nothing: bool,
     /// Told by the lowest filter to what carries requests out.
     pub(crate) place: Place,
     /// The filter that made it, by its place; `None`: it entered at the top.
@@ -138,6 +140,7 @@ impl Request {
             began: now,
             token,
             again: false,
+            lost_nothing: false,
             place: Place::Own,
             maker: None,
         }
@@ -183,8 +186,8 @@ impl Outcome {
 /// For what a guest's requests wait that failed: they are carried out once more.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// Writes and what else changes the image, for room on its file system; and flushes that have to write something of ours there, which
-    /// they can again (what the kernel itself has no room for when it makes data durable is no lack of room to whoever asks).
+    /// Writes and what else changes the image, for room on its file system; and flushes of a delta that found none for a block of its
+    /// tables alone, and lost nothing.
     pub for_room: bool,
     /// Reads, too, for storage that fails.
     pub for_storage: bool,
@@ -194,7 +197,7 @@ impl Waits {
     /// Whether a request that came to this waits. Of storage no flush does, and nothing that failed to become durable: the kernel tells once that
     /// data is lost, perhaps that of others, and what is tried again would seem to succeed.
     pub fn keep(self, request: &Request, outcome: Outcome) -> bool {
-        let writes = request.work.changes() || request.work == Work::Flush;
+        let writes = request.work.changes() || request.lost_nothing;
         let for_room = self.for_room && writes && outcome.lacks_room();
         let makes_durable = request.durable || request.work == Work::Flush;
         for_room || self.for_storage && outcome.storage_fails() && !makes_durable
@@ -226,7 +229,11 @@ mod tests {
             assert_eq!(kept(&write, false), [for_room, for_storage, for_storage]);
             assert_eq!(kept(&read, false), [false, for_storage, for_storage]);
             assert_eq!(kept(&write, true), [for_room, false, false]);
-            assert_eq!(kept(&Work::Flush, false), [for_room, false, false]);
+            assert_eq!(kept(&Work::Flush, false), [false; 3]);
+            let mut flush = of(Work::Flush, false);
+            flush.lost_nothing = true;
+            let kept = [room, storage, path].map(|outcome| waits.keep(&flush, outcome));
+            assert_eq!(kept, [for_room, false, false]);
             let write = of(write.clone(), false);
             for other in [
                 Outcome::Failed(Errno::NODATA),

@@ -362,6 +362,33 @@ mod tests {
         assert_eq!(*log.lock().unwrap(), order);
     }
 
+    #[test]
+    fn what_is_put_lowest_is_above_the_foot_and_comes_and_goes_without_it() {
+        let log = Log::default();
+        let named = |name| Box::new(Named(name, Arc::clone(&log))) as Box<dyn Filter>;
+        let mut stack = Stack::new(vec![named("a")], Kept::default());
+        let now = Instant::now();
+        assert!(stack.put_foot(named("foot")).is_ok());
+        assert!(stack.put_lowest(named("b")).is_ok() && stack.put_lowest(named("c")).is_ok());
+        let goes_through = |stack: &mut Stack<Kept>| {
+            stack.submit(write(13), now);
+            let mut names: Vec<String> = std::mem::take(&mut *log.lock().unwrap());
+            names.truncate(names.len() / 2);
+            names
+        };
+        let all = ["a down 13", "c down 13", "foot down 13"];
+        assert_eq!(goes_through(&mut stack), all);
+        assert!(stack.take_lowest() && !stack.take_lowest());
+        assert_eq!(goes_through(&mut stack), ["a down 13", "foot down 13"]);
+        stack.submit(write(1), now);
+        assert!(!stack.take_foot(), "a request is under way");
+        let request = stack.bottom.0.remove(0);
+        stack.completed(request, Outcome::Done, now);
+        log.lock().unwrap().clear();
+        assert!(stack.take_foot());
+        assert_eq!(goes_through(&mut stack), ["a down 13"]);
+    }
+
     /// Lets everything pass, and must not be given anything.
     struct Looks;
 

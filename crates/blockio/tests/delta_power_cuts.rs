@@ -5,7 +5,7 @@ mod common;
 
 use common::{numbers, request_of, write_of};
 use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, describe_base};
-use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Work};
+use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Waits, Work};
 use godwit_delta::{GRAIN, Id, Layout};
 use godwit_testkit::testvol::{self, Survives, Volume};
 use rustix::io::Errno;
@@ -247,7 +247,13 @@ fn what_finds_no_room_fails_so_that_it_can_be_tried_again_and_changes_nothing() 
             while stack.under_way() > 0 {
                 stack.turn(None, &mut Vec::new()).unwrap();
             }
-            stack.finished().unwrap().1
+            let (request, outcome) = stack.finished().unwrap();
+            let waits = Waits {
+                for_room: true,
+                for_storage: false,
+            };
+            assert_eq!(waits.keep(&request, outcome), outcome.lacks_room());
+            outcome
         };
         let no_room = Outcome::Failed(Errno::NOSPC);
         volume.fill();

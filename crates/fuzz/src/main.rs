@@ -11,13 +11,19 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 /// Targets of which each gets all executions that are asked for, since they are fast: what a guest, or whoever has broken out of one, says to a
-/// disk. The others share as many.
-const WHOLE: [&str; 2] = ["disk-message", "disk-request"];
+/// disk, and what files of strangers say that a disk is made of. The others share as many.
+const WHOLE: [&str; 5] = [
+    "disk-message",
+    "disk-request",
+    "delta-head",
+    "delta-table",
+    "delta-text",
+];
 
 /// Feeds damaged input to every decoder of Godwit. The same arguments give the same inputs.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Executions of each of the two disk targets; the others share as many
+    /// Executions of each target of disks and deltas; the others share as many
     #[arg(long, default_value_t = 1_000_000)]
     runs: u64,
     /// Seconds per target, instead of a number of executions

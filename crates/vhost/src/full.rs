@@ -3,8 +3,8 @@
 //! Part of [`Device`]. An error would make the guest's file system read-only or worse, and there is no status for 'full' in
 //! virtio; a disk may be told to give one all the same. A queue that is to end meanwhile, since its guest is stopped, leaves what
 //! waits in the in-flight area: it is carried out when the queue begins again, by whoever has the disk then. A guest that is reset
-//! begins with another area. Refuses: to keep QEMU waiting for a queue that is to end, and to let a flush wait: one that failed has
-//! been told of data that is lost, and tried again it would seem to succeed.
+//! begins with another area. Refuses: to keep QEMU waiting for a queue that is to end, and to let a flush wait that was told
+//! of data that is lost: tried again it would seem to succeed. (One over a delta that has no room for a table's block was told of none, and waits.)
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};

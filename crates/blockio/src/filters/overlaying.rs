@@ -164,6 +164,8 @@ impl Overlaying {
         };
         if let Some(mut request) = held.request {
             request.durable = held.durable;
+            // The engine calls it a failure of the storage where the kernel finds no room while it makes data durable.
+            request.lost_nothing = request.work == Work::Flush && outcome.lacks_room();
             finish(request, outcome, flow);
         }
     }
