@@ -195,8 +195,14 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
                 Some(eta) => format!("about {}", seconds(eta as f64)),
                 None => "no estimate, which an earlier move between these places without a cap would give".to_owned(),
             };
+            let unknown = match disk.method.is_default() {
+                true => "",
+                false => {
+                    "; whether its guest writes too much for dirty tracking is seen after the first pass, and the disk stays then"
+                }
+            };
             format!(
-                "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}",
+                "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}{unknown}",
                 amount(disk.total_bytes)
             )
         }
