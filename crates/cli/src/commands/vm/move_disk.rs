@@ -4,7 +4,7 @@
 
 use super::disk_bar::DiskBar;
 use super::{controller, order};
-use crate::args::{Global, VmMoveDisk};
+use crate::args::{Global, VmMoveDisk, without};
 use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
 use crate::figures::{amount, moment, seconds};
 use crate::output::Output;
@@ -28,7 +28,6 @@ pub(super) async fn move_disk(
     global: &Global,
     output: &Output,
 ) -> CommandResult {
-    let without = arguments.without();
     let vm = arguments.vm;
     if arguments.list {
         return list(&vm, global, output).await;
@@ -43,7 +42,7 @@ pub(super) async fn move_disk(
         max_bandwidth_mbit_per_s: arguments.max_bandwidth,
         dry_run: arguments.dry_run,
         method: arguments.method.into(),
-        without,
+        without: without(arguments.no_incremental, arguments.no_hot_blocks),
     };
     let client = controller(global)?;
     let begun = saying(of_vm(&client, &vm), client.move_disks(&vm, &wish)).await;
