@@ -61,7 +61,7 @@ fn what_is_written_while_a_disk_is_copied_is_on_both_images_once_it_is_closed() 
         let engine = Engine::new(open(&from)).unwrap();
         let mut stack = Stack::new(vec![Box::new(filter)], engine);
         let (mut token, mut finished, mut cuts, mut closed) = (0, 0, 0, 0);
-        while !course.is_synchronised() || token < 1000 || cuts < 5 {
+        while !course.is_synchronised() || token < 1000 || cuts < 5 || stack.under_way() > 0 {
             // What it has in its ring stays there while the disk is closed.
             while stack.under_way() < 8 && token < 1000 && stack.opens_at(Instant::now()).is_none()
             {

@@ -360,7 +360,7 @@ impl SourceDisks {
         self.disks.iter().for_each(|disk| disk.course.close());
     }
 
-    /// As they were.
+    /// A guest that goes on here finds them so.
     pub(crate) fn open(&self) {
         self.disks.iter().for_each(|disk| disk.course.open());
     }
