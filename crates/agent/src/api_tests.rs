@@ -506,6 +506,8 @@ fn migration(id: &MigrationId) -> MigrationSpec {
         control_protocol: None,
         prediction: None,
         disks: Vec::new(),
+        method: godwit_types::disk_move::Method::default(),
+        without: Vec::new(),
         images: Vec::new(),
         source_addresses: vec![],
         destination_addresses: vec![],

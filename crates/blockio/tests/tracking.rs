@@ -5,12 +5,12 @@ mod common;
 
 use common::way::ToTheFile;
 use common::{Volume, numbers, read_all, request_of, turn_mirrored, volume, write_of};
-use godwit_blockio::filters::{Course, DirtyTracking};
+use godwit_blockio::filters::{Course, DirtyTracking, Pace};
 use godwit_blockio::{
     Access, Arriving, Bound, Data, Engine, Image, Outcome, Request, SecondImage, Stack, Work,
     switch_over,
 };
-use godwit_tracking::{Decision, Options};
+use godwit_tracking::{BLOCK, Decision, Options, Why};
 use std::time::{Duration, Instant};
 
 const BYTES: u64 = 16 << 20;
@@ -61,7 +61,7 @@ fn what_is_written_while_a_disk_is_copied_is_on_both_images_once_it_is_closed() 
         let engine = Engine::new(open(&from)).unwrap();
         let mut stack = Stack::new(vec![Box::new(filter)], engine);
         let (mut token, mut finished, mut cuts, mut closed) = (0, 0, 0, 0);
-        while !course.is_synchronised() || token < 1000 || cuts < 5 {
+        while !course.is_synchronised() || token < 1000 || cuts < 5 || stack.under_way() > 0 {
             // What it has in its ring stays there while the disk is closed.
             while stack.under_way() < 8 && token < 1000 && stack.opens_at(Instant::now()).is_none()
             {
@@ -197,4 +197,46 @@ fn a_second_image_that_cannot_be_written_ends_the_tracking_and_no_write() {
     }
     assert!(!course.is_synchronised());
     assert_eq!(read_all(&from)[..20 * 4096], [7; 20 * 4096]);
+}
+
+/// As much as the guest writes again before an iteration ends.
+#[test]
+fn a_guest_that_writes_all_of_its_disk_faster_than_that_is_copied_ends_it_and_not_by_being_held() {
+    let (from, to) = (half_full(), volume(BYTES));
+    let course = Course::at(&Pace::at_most(Some(4e6)));
+    let second = SecondImage::of(&open(&to), None, &course).unwrap();
+    let outlet = second.outlet().unwrap();
+    let filter = DirtyTracking::new(BYTES, outlet, &course, Options::default());
+    let mut stack = Stack::new(vec![Box::new(filter)], Engine::new(open(&from)).unwrap());
+    course.begin(std::iter::once(BYTES / 2..BYTES));
+    let (mut token, began) = (0, Instant::now());
+    let why = loop {
+        // Every block of it once in a second or so.
+        if token < began.elapsed().as_millis() as u64 / 4 {
+            token += 1;
+            let start = token % (BYTES / BLOCK) * BLOCK;
+            stack.submit(write_of(start, 4096, token as u8, token), Instant::now());
+        }
+        turn_mirrored(&mut stack, &course);
+        if let Some(Decision::Abort(why)) = course.decision() {
+            break why;
+        }
+        assert_ne!(
+            course.decision(),
+            Some(Decision::Finish),
+            "{:?}",
+            course.iterations()
+        );
+        assert!(
+            began.elapsed() < Duration::from_secs(100),
+            "{:?}",
+            course.iterations()
+        );
+    };
+    println!("{why}: {:?}", course.iterations());
+    assert!(
+        matches!(why, Why::NoNearer { wait_s } if wait_s > 3.0),
+        "{why}"
+    );
+    assert!(stack.opens_at(Instant::now()).is_none() && course.closed_for() == Duration::ZERO);
 }

@@ -224,7 +224,8 @@ fn check_request(request: &MigrateRequest) -> Outcome<()> {
     }
     check_bounds("max_downtime_ms", request.max_downtime_ms, DOWNTIME_MAX_MS)?;
     check_bounds("deadline_s", request.deadline_s, DEADLINE_MAX_S)?;
-    check_cap(request.max_bandwidth_mbit_per_s)
+    check_cap(request.max_bandwidth_mbit_per_s)?;
+    check_method(request)
 }
 
 /// Refuses a cap that cannot be one.
@@ -254,6 +255,17 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
     )
 }
 
+/// Only dirty block tracking can do without something.
+fn check_method(request: &MigrateRequest) -> Outcome<()> {
+    match request.method.is_default() && !request.without.is_empty() {
+        true => refuse(
+            ErrorCode::InvalidRequest,
+            "only dirty-tracking can do without something: leave 'without' out, or name that method".to_owned(),
+        ),
+        false => Ok(()),
+    }
+}
+
 fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcome<MigrationSpec> {
     let address = |end: &preflight::End| AgentAddress {
         host: end.host.clone(),
@@ -276,6 +288,8 @@ fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcom
         control_protocol: found.control_protocol(),
         prediction: found.report.prediction.clone(),
         disks: found.disks.clone(),
+        method: request.method,
+        without: request.without.clone(),
         images: found.vm.images.clone(),
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),

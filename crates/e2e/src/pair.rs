@@ -6,6 +6,7 @@ use crate::Host;
 use crate::host::Storage;
 use crate::relay::{Mode, Relay};
 use anyhow::bail;
+use godwit_types::disk_move::Method;
 use godwit_types::host_api::{PrepareIncoming, VmAnswer, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Outcome,
@@ -60,6 +61,8 @@ pub struct Options {
     pub wrong_key: bool,
     /// Where the first disk comes to, if not to the path that it has.
     pub disk_to: Option<String>,
+    /// How disks that go along are copied.
+    pub method: Method,
 }
 
 impl Default for Options {
@@ -74,6 +77,7 @@ impl Default for Options {
             relayed: false,
             wrong_key: false,
             disk_to: None,
+            method: Method::default(),
         }
     }
 }
@@ -273,6 +277,8 @@ impl Pair {
             control_protocol: None,
             prediction: None,
             disks: from.disks_to_move(&vm.spec)?,
+            method: options.method,
+            without: Vec::new(),
             images: from.known_images()?,
             source_addresses: from.addresses.clone(),
             destination_addresses: Vec::new(),

@@ -258,7 +258,9 @@ fn die_once(
                 .any(|what| line.contains(what))
         };
         while !ends(served.lines.recv_timeout(LONG)?) {}
-        std::thread::sleep(Duration::from_millis(chance.below(END_MS)));
+        // By dirty tracking the last blocks come after that, which are all of the disk beside such a load.
+        let end_ms = if by == MIRROR { END_MS } else { MOVE_MS };
+        std::thread::sleep(Duration::from_millis(chance.below(end_ms)));
     }
     site.die(served, with_power, chance)?;
     site.log = running.cut()?;

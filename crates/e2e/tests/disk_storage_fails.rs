@@ -3,11 +3,11 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{Answering, Fragile, ImageAway, LONG, LOOK_EVERY, Site, begin_move, progress};
+use disk_site::{Answering, Fragile, ImageAway, LONG, LOOK_EVERY, Site, begin_move_by, progress};
 use godwit_e2e::obedient::{Deed, order};
 use godwit_e2e::pair::Options;
 use godwit_testkit::testvol;
-use godwit_types::disk_move::{DiskMove, DiskMoveState};
+use godwit_types::disk_move::{DiskMove, DiskMoveState, Method};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::Outcome;
 use std::fs::File;
@@ -169,12 +169,17 @@ fn until(site: &Site, is_so: impl Fn(&DiskMove) -> bool) -> Result<DiskMove> {
 }
 
 fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
+    a_move_ends_by(Method::Mirror, fault, why)?;
+    a_move_ends_by(Method::DirtyTracking, fault, why)
+}
+
+fn a_move_ends_by(method: Method, fault: Fault, why: &str) -> Result<()> {
     apart(|mounts| {
         let mut fragile = Fragile::of_places(mounts)?;
         let to: PathBuf = fragile.volume.at().join("root.raw");
         let site = &fragile.site;
         let a = &site.pair.a;
-        begin_move(site, &to, Some(80))?;
+        begin_move_by(site, method, &to, Some(80))?;
         until(site, |disk| {
             disk.left_bytes > 0 && disk.left_bytes + (4 << 20) < disk.total_bytes
         })?;
@@ -186,7 +191,7 @@ fn a_move_ends(fault: Fault, why: &str) -> Result<()> {
         println!("  {reason}");
         ensure!(reason.contains(why), "{reason}");
         fragile.has_harmed_nobody(fault, watched, answering)?;
-        begin_move(site, &to, None)?;
+        begin_move_by(site, method, &to, None)?;
         let moved = until(site, |disk| !disk.is_under_way())?;
         ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
         fragile.site.path = to;

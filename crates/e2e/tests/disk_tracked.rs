@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{
     LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, is_described, move_ended, places,
 };
+use godwit_e2e::pair::Options;
 use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace, Method, Optimisation};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
@@ -133,6 +134,44 @@ fn a_move_that_is_called_off_lets_the_guest_go_on_and_leaves_the_disk_where_it_w
             .with_context(|| point.to_owned())?;
     }
     Ok(())
+}
+
+/// Its last blocks are copied once it stands still.
+#[test]
+fn a_vm_moves_with_its_disk_by_dirty_tracking_to_another_host_and_back() -> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let tracked = Options {
+        method: Method::DirtyTracking,
+        ..Options::default()
+    };
+    for (from, to) in [(a, b), (b, a)] {
+        let report = site.pair.migrate(from, to, &tracked)?;
+        println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
+        ensure!(report.switchover_ms < HELD_MAX_MS, "{report:?}");
+        site.goes_on(to, 20)?;
+        site.is_whole(to)?;
+        site.has_nothing(from)?;
+        ensure!(site.images(to)? == ["root.raw"], "{:?}", site.images(to)?);
+    }
+    Ok(())
+}
+
+/// The guest stands still then, and its last blocks are on their way.
+#[test]
+fn a_source_that_dies_while_its_last_blocks_are_copied_keeps_the_vm_and_its_disk() -> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let tracked = Options {
+        method: Method::DirtyTracking,
+        ..Options::default()
+    };
+    dies_at(a, "source.disks-closed")?;
+    site.pair.begin(a, b, &tracked)?;
+    has_died(a)?;
+    site.goes_on(a, 20)?;
+    site.is_whole(a)?;
+    site.has_nothing(b)
 }
 
 /// Killed at any moment, again and again.

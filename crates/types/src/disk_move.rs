@@ -51,7 +51,7 @@ pub struct MoveDisks {
     /// Say what would be moved, and change nothing.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub dry_run: bool,
-    /// Left out: `mirror`.
+    /// Where it is left out what the guest writes goes to both sides.
     #[serde(default, skip_serializing_if = "Method::is_default")]
     pub method: Method,
     /// What `dirty-tracking` is to do without.

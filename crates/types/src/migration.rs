@@ -2,6 +2,7 @@
 //!
 //! Pure data. The report's field names are a stable interface; units are in the names.
 
+use crate::disk_move::{Method, Optimisation};
 pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
 use crate::image::KnownImage;
@@ -86,6 +87,12 @@ pub struct MigrateRequest {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schema(value_type = BTreeMap<String, String>)]
     pub disks: BTreeMap<String, DatastoreName>,
+    /// How disks that go along are copied.
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
+    /// What `dirty-tracking` is to do without.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<Optimisation>,
 }
 
 impl MigrateRequest {
@@ -105,6 +112,8 @@ impl MigrateRequest {
             must_keep: false,
             dry_run: false,
             disks: BTreeMap::new(),
+            method: Method::default(),
+            without: Vec::new(),
         }
     }
 }
@@ -193,6 +202,12 @@ pub struct MigrationSpec {
     /// The disks whose images go along with the VM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskToMove>,
+    /// How disks that go along are copied.
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
+    /// What `dirty-tracking` is to do without.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<Optimisation>,
     /// What the source knows of the VM's images on shared storage: the destination opens no older ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub images: Vec<KnownImage>,

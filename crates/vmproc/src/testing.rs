@@ -131,6 +131,8 @@ pub(crate) fn migration(id: &str) -> MigrationSpec {
         control_protocol: None,
         prediction: None,
         disks: Vec::new(),
+        method: godwit_types::disk_move::Method::default(),
+        without: Vec::new(),
         images: Vec::new(),
         source_addresses: Vec::new(),
         destination_addresses: Vec::new(),

@@ -225,13 +225,11 @@ impl From<DiskMethod> for Method {
     }
 }
 
-impl VmMoveDisk {
-    /// What the method is to do without.
-    pub fn without(&self) -> Vec<Optimisation> {
-        let incremental = self.no_incremental.then_some(Optimisation::Incremental);
-        let hot_blocks = self.no_hot_blocks.then_some(Optimisation::HotBlocks);
-        incremental.into_iter().chain(hot_blocks).collect()
-    }
+/// What the method is to do without: as the options `--no-incremental` and `--no-hot-blocks` say.
+pub fn without(no_incremental: bool, no_hot_blocks: bool) -> Vec<Optimisation> {
+    let incremental = no_incremental.then_some(Optimisation::Incremental);
+    let hot_blocks = no_hot_blocks.then_some(Optimisation::HotBlocks);
+    incremental.into_iter().chain(hot_blocks).collect()
 }
 
 /// Which disk is to be how large.
@@ -310,6 +308,15 @@ pub struct VmMigrate {
     /// Datastore of the destination for a disk that goes along; may be given for several disks
     #[arg(long = "disk", value_name = "DISK=DATASTORE", value_parser = disk_to)]
     pub disks: Vec<(String, DatastoreName)>,
+    /// How disks that go along are copied while the guest works with them; the default is right for every disk
+    #[arg(long, value_name = "METHOD", value_enum, default_value_t)]
+    pub method: DiskMethod,
+    /// For the laboratory: also marks what is still to be read
+    #[arg(long, hide = true)]
+    pub no_incremental: bool,
+    /// For the laboratory: leaves nothing out for being written again and again
+    #[arg(long, hide = true)]
+    pub no_hot_blocks: bool,
     /// Cap of the migration's traffic, Mb/s
     #[arg(long, value_name = "MBIT", value_parser = whole::<u64, 1, 10_000_000, 1000>)]
     pub max_bandwidth: Option<u64>,

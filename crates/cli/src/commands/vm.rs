@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
-use crate::args::{Global, VmCommand, VmLimitDisk, VmMigrate, VmResizeDisk, VmStop};
+use crate::args::{Global, VmCommand, VmLimitDisk, VmMigrate, VmResizeDisk, VmStop, without};
 use crate::commands::{console, site};
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
@@ -327,6 +327,8 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
         must_keep: arguments.must_keep,
         dry_run: arguments.dry_run,
         disks: arguments.disks.into_iter().collect(),
+        method: arguments.method.into(),
+        without: without(arguments.no_incremental, arguments.no_hot_blocks),
     };
     let client = controller(global)?;
     let asked = Instant::now();

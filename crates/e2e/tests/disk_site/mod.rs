@@ -240,7 +240,18 @@ pub fn places(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<Di
 
 /// Lets the first disk of host `a` begin to move on its host.
 pub fn begin_move(site: &Site, to: &Path, cap: Option<u64>) -> Result<DiskMoves> {
-    let places = places(to, cap)?;
+    begin_move_by(site, Method::default(), to, cap)
+}
+
+/// The same by this method.
+pub fn begin_move_by(
+    site: &Site,
+    method: Method,
+    to: &Path,
+    cap: Option<u64>,
+) -> Result<DiskMoves> {
+    let mut places = places(to, cap)?;
+    places.iter_mut().for_each(|place| place.method = method);
     match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
         VmAnswer::DiskMoves(moves) => Ok(moves),
         other => bail!("{other:?}"),

@@ -371,7 +371,8 @@ impl Served {
         let source = open_disk_image(&going.spec, going.image).ok();
         let former = self.seen_along(&going.spec, going.image);
         let second = SecondImage::of(&image, source, &course)?;
-        let filter = filter_for(going.place, bytes, second.outlet()?, &course);
+        let by = (going.place.method, &going.place.without[..]);
+        let filter = filter_for(by, bytes, second.outlet()?, &course);
         disk.put_lowest(filter, REST_WAIT)?;
         let mirror = Mirror {
             total: match going.copying.is_on_device() {

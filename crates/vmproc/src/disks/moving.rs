@@ -7,14 +7,17 @@
 use super::images::{give_names, keep_names};
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
+use super::tracked::filter_for;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::Arriving;
-use godwit_blockio::filters::{Bottleneck, Course, Mirroring, Pace, REGION, WaitTimes};
+use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, WaitTimes};
+use godwit_blockio::{Arriving, Filter};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
+use godwit_tracking::{Decision, LAST_COPY_MAX_S};
 use godwit_types::datastore::is_device_path;
+use godwit_types::disk_move::Method;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
@@ -54,6 +57,7 @@ struct Along {
 pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
+    method: Method,
     /// All of the VM's.
     all: Disks,
     /// Since when both hosts' images are equal but for what is under way.
@@ -80,6 +84,7 @@ impl Disks {
         let mut source = SourceDisks {
             changes: Changes::default(),
             disks: Vec::new(),
+            method: spec.method,
             all: self.clone(),
             synchronised: Mutex::default(),
         };
@@ -113,8 +118,8 @@ impl Disks {
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course);
             let outlet = outlet.map_err(internal)?;
-            let filter = Mirroring::new(named.bytes, outlet, &course);
-            put((served, named.bytes), disk, Box::new(filter))?;
+            let filter = filter_for((spec.method, &spec.without), named.bytes, outlet, &course);
+            put((served, named.bytes), disk, filter)?;
             source.disks.push(Along {
                 place,
                 spec: disk.clone(),
@@ -235,7 +240,7 @@ pub(super) fn wait<T>(done: &Receiver<T>, deadline: Instant) -> Result<T, String
 fn put(
     (served, bytes): (Option<&Disk>, u64),
     spec: &DiskSpec,
-    filter: Box<Mirroring>,
+    filter: Box<dyn Filter>,
 ) -> Result<(), ApiError> {
     let name = &spec.name;
     let refused = |why: String| ApiError::new(ErrorCode::Hypervisor, why);
@@ -333,8 +338,47 @@ impl SourceDisks {
         are
     }
 
+    /// Whether what the guest writes is marked and copied again, so that it has to be stopped before both hosts' images are equal.
+    pub(crate) fn are_tracked(&self) -> bool {
+        self.method == Method::DirtyTracking
+    }
+
+    /// Whether memory may follow: both hosts' images are equal, or so few blocks are marked that a guest may stand still for them.
+    pub(crate) fn are_ready(&self) -> bool {
+        if !self.are_tracked() {
+            return self.are_synchronised();
+        }
+        let mut disks = self.disks.iter();
+        let may_end = disks.all(|disk| disk.course.decision() == Some(Decision::Finish));
+        // They share the link.
+        let waits = self.disks.iter().map(|disk| disk.course.would_wait_s());
+        may_end && waits.sum::<f64>() <= LAST_COPY_MAX_S
+    }
+
+    /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
+    pub(crate) fn close(&self) {
+        self.disks.iter().for_each(|disk| disk.course.close());
+    }
+
+    /// A guest that goes on here finds them so.
+    pub(crate) fn open(&self) {
+        self.disks.iter().for_each(|disk| disk.course.open());
+    }
+
+    /// What becomes less as long as anything is copied.
+    pub(crate) fn not_copied(&self) -> u64 {
+        let copied = self.disks.iter().map(|disk| disk.course.copied_bytes());
+        match self.are_tracked() {
+            true => u64::MAX - copied.sum::<u64>(),
+            false => self.left_bytes(),
+        }
+    }
+
     /// Whether so little is under way that the guest can be stopped for it.
     pub(crate) fn are_close(&self) -> bool {
+        if self.are_tracked() {
+            return self.are_ready();
+        }
         let are = self.are_synchronised();
         let since = *lock(&self.synchronised);
         let waited = since.is_some_and(|since| since.elapsed() >= PATIENCE);
@@ -344,7 +388,11 @@ impl SourceDisks {
     /// Why one cannot be copied.
     pub(crate) fn failure(&self) -> Option<String> {
         let failed = |disk: &Along| {
-            let why = disk.course.failure()?;
+            let given_up = match disk.course.decision() {
+                Some(Decision::Abort(why)) => Some(why.to_string()),
+                _ => None,
+            };
+            let why = disk.course.failure().or(given_up)?;
             Some(format!(
                 "disk '{}' could not be copied: {why}",
                 disk.spec.name
@@ -359,7 +407,7 @@ impl SourceDisks {
             let (served, course) = (&self.all.0, &disk.course);
             if course.is_unreadable() {
                 served.note_read(&disk.spec.path, false);
-            } else if course.is_synchronised() {
+            } else if course.is_synchronised() || course.decision() == Some(Decision::Finish) {
                 let place = (usize::from(disk.place), &*disk.spec.path);
                 served.note_whole(place, disk.faults);
             }

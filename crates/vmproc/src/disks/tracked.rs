@@ -13,25 +13,25 @@ use crate::faults::reached;
 use godwit_blockio::filters::{Course, DirtyTracking, Mirroring, Outlet};
 use godwit_blockio::{Closed, Filter, LastBlocks};
 use godwit_tracking::{Iteration, Options};
-use godwit_types::disk_move::{DiskIteration, DiskPlace, Method, Optimisation};
+use godwit_types::disk_move::{DiskIteration, Method, Optimisation};
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether a disk that is closed has nothing left to be copied.
 const CLOSED_LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// What copies a disk of so many bytes to its new place.
+/// What copies a disk of so many bytes.
 pub(super) fn filter_for(
-    place: &DiskPlace,
+    (method, without): (Method, &[Optimisation]),
     bytes: u64,
     outlet: Box<dyn Outlet>,
     course: &Course,
 ) -> Box<dyn Filter> {
-    match place.method {
+    match method {
         Method::Mirror => Box::new(Mirroring::new(bytes, outlet, course)),
         Method::DirtyTracking => {
             let options = Options {
-                incremental: !place.without.contains(&Optimisation::Incremental),
-                hot_blocks: !place.without.contains(&Optimisation::HotBlocks),
+                incremental: !without.contains(&Optimisation::Incremental),
+                hot_blocks: !without.contains(&Optimisation::HotBlocks),
             };
             Box::new(DirtyTracking::new(bytes, outlet, course, options))
         }

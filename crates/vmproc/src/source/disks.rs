@@ -9,11 +9,17 @@ use godwit_blockio::filters::Bottleneck;
 use godwit_blockio::{NO_NEARER, Nearer};
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
+use godwit_tracking::LAST_COPY_MAX_S;
 use godwit_types::migration::{LimitedBy, MigrationReport, Phase};
 use std::time::{Duration, Instant};
 
 /// How often progress is shown, and looked whether the disks are copied.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// How often it is looked whether the last blocks are copied of disks whose guest stands still,
+const CLOSED_LOOK_EVERY: Duration = Duration::from_millis(1);
+/// and the destination hears from here meanwhile.
+const CLOSED_PING_EVERY: Duration = Duration::from_millis(100);
 
 /// A destination whose channels write for so much of the time is the limit of a copying that waits for it; else the link is.
 const WRITING_SHARE: f64 = 0.5;
@@ -73,8 +79,8 @@ impl SourceDriver {
                 return Err(Halt::Failed(why));
             }
             // What is left is looked at last: of disks that are equal nothing is.
-            let synchronised = are_equal(disks);
-            let left = disks.left_bytes();
+            let synchronised = disks.are_ready() || planted(UNSYNCHRONISED);
+            let (left, not_copied) = (disks.left_bytes(), disks.not_copied());
             // Holes are known to the disks' threads by now.
             let writing = disks.changes.writing();
             let began = *begun.get_or_insert_with(|| Began {
@@ -91,7 +97,7 @@ impl SourceDriver {
             }
             self.show_disks(began, left, limit);
             self.show_sent(set);
-            if !nearer.observe(Instant::now(), left) {
+            if !nearer.observe(Instant::now(), not_copied) {
                 return Err(Halt::Failed(format!(
                     "its disks get no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
                     left >> 20,
@@ -130,7 +136,57 @@ impl SourceDriver {
     }
 
     /// The guest stands still: nothing more comes of its disks, all of which must be the same on both hosts.
-    pub(super) fn last_changes(&self, set: &ConnectionSet) -> Result<(), Halt> {
+    pub(super) fn last_changes(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if self
+            .parts
+            .disks
+            .as_ref()
+            .is_some_and(SourceDisks::are_tracked)
+        {
+            return self.last_blocks(set);
+        }
+        self.end_changes(set)
+    }
+
+    /// Whatever comes of it, a guest that goes on here does not find its disks closed; of one that stands still nothing comes.
+    fn last_blocks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        let close = |closes: bool, this: &Self| match (&this.parts.disks, closes) {
+            (Some(disks), true) => disks.close(),
+            (Some(disks), false) => disks.open(),
+            (None, _) => {}
+        };
+        close(true, self);
+        let ended = self
+            .copy_last_blocks(set)
+            .and_then(|()| self.end_changes(set));
+        close(false, self);
+        ended
+    }
+
+    fn copy_last_blocks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        let until = Instant::now() + Duration::from_secs_f64(LAST_COPY_MAX_S);
+        reached("source.disks-closed");
+        loop {
+            let Some(disks) = &self.parts.disks else {
+                return Ok(());
+            };
+            if let Some(why) = disks.failure() {
+                return Err(Halt::Failed(why));
+            }
+            if are_equal(disks) {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                return Err(Halt::Failed(format!(
+                    "the last blocks of its disks were not copied within {LAST_COPY_MAX_S} s, for which a guest may stand still: the mirror, which is the default method, moves such disks"
+                )));
+            }
+            self.next(Some(set), CLOSED_LOOK_EVERY)?;
+            self.sign_of_life(set, CLOSED_PING_EVERY)?;
+        }
+    }
+
+    fn end_changes(&self, set: &ConnectionSet) -> Result<(), Halt> {
         let Some(disks) = &self.parts.disks else {
             return Ok(());
         };

@@ -4,7 +4,7 @@
 
 use super::disk_bar::DiskBar;
 use super::{controller, order};
-use crate::args::{Global, VmMoveDisk};
+use crate::args::{Global, VmMoveDisk, without};
 use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
 use crate::figures::{amount, moment, seconds};
 use crate::output::Output;
@@ -28,7 +28,6 @@ pub(super) async fn move_disk(
     global: &Global,
     output: &Output,
 ) -> CommandResult {
-    let without = arguments.without();
     let vm = arguments.vm;
     if arguments.list {
         return list(&vm, global, output).await;
@@ -43,7 +42,7 @@ pub(super) async fn move_disk(
         max_bandwidth_mbit_per_s: arguments.max_bandwidth,
         dry_run: arguments.dry_run,
         method: arguments.method.into(),
-        without,
+        without: without(arguments.no_incremental, arguments.no_hot_blocks),
     };
     let client = controller(global)?;
     let begun = saying(of_vm(&client, &vm), client.move_disks(&vm, &wish)).await;
@@ -195,8 +194,14 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
                 Some(eta) => format!("about {}", seconds(eta as f64)),
                 None => "no estimate, which an earlier move between these places without a cap would give".to_owned(),
             };
+            let unknown = match disk.method.is_default() {
+                true => "",
+                false => {
+                    "; whether its guest writes too much for dirty tracking is seen after the first pass, and the disk stays then"
+                }
+            };
             format!(
-                "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}",
+                "disk '{name}' of VM '{vm}' would move from {from} to {to}: {}, {eta}{unknown}",
                 amount(disk.total_bytes)
             )
         }
