@@ -109,6 +109,7 @@ mod tests {
                 note: None,
                 disks: Vec::new(),
                 images: Vec::new(),
+                guest: None,
             },
             passed: Vec::new(),
             refusals: Vec::new(),
