@@ -116,10 +116,11 @@ impl Guest {
     }
 
     /// Has a thread ask the agent to power the guest off, and press the power key where it does not begin to. Returns whether it does:
-    /// not of a guest whose agent was not heard, or is just being asked.
+    /// not where nothing in the guest has the port open, or it is just being asked.
     pub(crate) fn begin_power_off(self: &Arc<Self>) -> bool {
-        let answers = self.heard().info.is_some() && !self.freezer.is_frozen();
-        if !answers || self.is_asked_off.swap(true, Ordering::SeqCst) {
+        let has_agent = self.machine.has_agent(Instant::now() + QMP_WAIT);
+        let may_answer = matches!(has_agent, Ok(true)) && !self.freezer.is_frozen();
+        if !may_answer || self.is_asked_off.swap(true, Ordering::SeqCst) {
             return false;
         }
         let guest = Arc::clone(self);
