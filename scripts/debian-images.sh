@@ -4,7 +4,8 @@
 # Usage: scripts/debian-images.sh containers|machines|guest
 #   containers   SUITE.tar: a root file system with systemd and QEMU, for systemd-nspawn (make test)
 #   machines     SUITE/disk.raw, vmlinuz, initrd: a whole Debian with its own kernel (make stock-vm)
-#   guest        bookworm-guest.raw: a disk that a BIOS boots, with systemd and PostgreSQL (make test, make demo)
+#   guest        bookworm-guest.raw: a disk that a BIOS boots, with systemd, PostgreSQL, cloud-init and QEMU's guest agent
+#                (make test, make demo)
 #
 # Does nothing when they are there. The mirror is $DEBIAN_MIRROR or the one that this system's apt uses. Nothing of
 # this system is changed. Ends with code 3 and one line, why, where such images cannot be made.
@@ -12,8 +13,9 @@ set -eu
 cd "$(dirname "$0")/.."
 dir=$PWD/target/debian
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
-# Part of the names of what is made: raise it when that changes.
+# Parts of the names of what is made: raise one when that changes.
 made=1
+guest_made=2
 
 cannot() {
     echo "$*"
@@ -23,7 +25,7 @@ cannot() {
 what=${1:-}
 case $what in
     containers | machines | guest) ;;
-    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 [ "$(id -u)" = 0 ] || cannot "making a Debian root file system needs root"
 command -v mmdebstrap >/dev/null || cannot "mmdebstrap is not installed (scripts/install-deps.sh does)"
@@ -149,6 +151,13 @@ Address=fd77::10/64
 LinkLocalAddressing=no
 IPv6AcceptRA=no
 S
+    # Of cloud-init what a test looks at: the rest only takes time. Without a seed it is not begun at all.
+    cat >"$etc/cloud/cloud.cfg.d/90_test.cfg" <<'S'
+datasource_list: [NoCloud, ConfigDrive]
+cloud_init_modules: [write-files, set-hostname, users-groups, ssh]
+cloud_config_modules: [runcmd]
+cloud_final_modules: [scripts-user]
+S
     chroot "$1" systemctl --quiet enable systemd-networkd.service shell.socket
     chroot "$1" systemctl --quiet mask getty@tty1.service e2scrub_reap.service systemd-networkd-wait-online.service \
         systemd-pstore.service systemd-update-utmp.service systemd-update-utmp-runlevel.service dev-hugepages.mount \
@@ -176,12 +185,12 @@ S
 }
 
 guest() {
-    [ -e "$dir/$1-guest-$made.raw" ] && return
+    [ -e "$dir/$1-guest-$guest_made.raw" ] && return
     reachable "$1"
     rm -rf "$dir/$1"-guest-*.raw "$dir/$1.guest"
     mkdir -p "$dir/$1.guest"
     bootstrap "$1" directory "$dir/$1.guest/root" \
-        "$system,initramfs-tools,zstd,e2fsprogs,linux-image-cloud-amd64,grub-pc-bin,fdisk,postgresql" \
+        "$system,initramfs-tools,zstd,e2fsprogs,linux-image-cloud-amd64,grub-pc-bin,fdisk,postgresql,cloud-init,qemu-guest-agent" \
         --dpkgopt='path-exclude=/usr/share/man/*' --essential-hook="$small_initrd"
     root=$dir/$1.guest/root disk=$dir/$1.guest/disk.raw
     guest_of "$root"
@@ -189,7 +198,7 @@ guest() {
     # GRUB 2.06 reads no file system that newer versions of mke2fs make by default.
     mke2fs -q -F -t ext4 -O ^metadata_csum_seed,^orphan_file -J size=16 -E offset=1048576,assume_storage_prezeroed=1 \
         -d "$root" "$disk" 2047M >/dev/null
-    mv "$disk" "$dir/$1-guest-$made.raw"
+    mv "$disk" "$dir/$1-guest-$guest_made.raw"
     rm -rf "$dir/$1.guest"
 }
 
@@ -197,7 +206,7 @@ mkdir -p "$dir"
 case $what in
     containers) make=container suites='bookworm trixie' kept="-$made.tar" ;;
     machines) make=machine suites='bookworm trixie' kept="-$made" ;;
-    guest) make=guest suites=bookworm kept="-guest-$made.raw" ;;
+    guest) make=guest suites=bookworm kept="-guest-$guest_made.raw" ;;
 esac
 pids=''
 for suite in $suites; do

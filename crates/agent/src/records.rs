@@ -206,6 +206,7 @@ impl Records {
             note,
             disks: Vec::new(),
             images: Vec::new(),
+            guest: None,
         }
     }
 

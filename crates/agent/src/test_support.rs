@@ -579,6 +579,7 @@ fn status(config: &VmProcessConfig) -> VmStatus {
             note: None,
             disks: Vec::new(),
             images: Vec::new(),
+            guest: None,
         },
     }
 }

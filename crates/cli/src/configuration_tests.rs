@@ -22,7 +22,7 @@ fn repository(path: &str) -> String {
 }
 
 /// The document's heading, the example, the refusal that names all keys, and how many there are at least.
-fn files() -> [(&'static str, &'static str, String, usize); 5] {
+fn files() -> [(&'static str, &'static str, String, usize); 7] {
     let unknown = "no-such-key = 1\n";
     let host = HostConfig::parse(unknown, Path::new("host.toml")).unwrap_err();
     let controller = toml::from_str::<ControllerFile>(unknown).unwrap_err();
@@ -31,6 +31,7 @@ fn files() -> [(&'static str, &'static str, String, usize); 5] {
         format!("[[nic]]\n{unknown}"),
         format!("[[disk]]\n{unknown}"),
     );
+    let told = |part: &str| vm(&format!("{part}\n{unknown}"));
     [
         ("## A host", "host.toml", host.to_string(), 10),
         (
@@ -42,7 +43,14 @@ fn files() -> [(&'static str, &'static str, String, usize); 5] {
         ("## A VM", "vm.toml", vm(unknown), 10),
         ("## A VM", "vm.toml", vm(&nic), 2),
         ("## A VM", "vm.toml", vm(&disk), 4),
+        ("## A VM", "vm.toml", told("[cloud_init]"), 6),
+        ("## A VM", "vm.toml", told("[[cloud_init.network]]"), 4),
     ]
+}
+
+/// Tables, whose keys have rows of their own.
+fn is_table(key: &str) -> bool {
+    matches!(key, "nic" | "disk" | "cloud_init" | "network")
 }
 
 #[test]
@@ -51,7 +59,7 @@ fn every_key_of_every_file_stands_in_the_document() {
         let keys = keys(&refusal);
         assert!(keys.len() >= at_least, "{heading}: {refusal}");
         let part = file_pages::part(DOCUMENT, heading).unwrap();
-        let keys = keys.iter().filter(|key| !matches!(**key, "nic" | "disk"));
+        let keys = keys.iter().filter(|key| !is_table(key));
         let missing: Vec<_> = keys
             .filter(|key| !part.contains(&format!("`{key}`")))
             .collect();
@@ -70,7 +78,10 @@ fn every_key_that_people_may_write_stands_in_the_example() {
         };
         let shown = |key: &&&str| {
             let lines = text.lines().map(|line| line.trim_start_matches("# "));
-            let mut lines = lines.map(|line| line.trim_matches(['[', ']']));
+            let mut lines = lines.map(|line| {
+                line.trim_matches(['[', ']'])
+                    .trim_start_matches("cloud_init.")
+            });
             lines.any(|line| line == **key || line.starts_with(&format!("{key} = ")))
         };
         let keys = keys(&refusal);
@@ -85,10 +96,7 @@ fn every_key_of_every_file_stands_in_its_manual_page() {
     for (heading, file, refusal, _) in files() {
         let mut pages = file_pages::all();
         let (name, page) = pages.find(|(name, _)| name.ends_with(file)).unwrap();
-        let tables = keys(&refusal)
-            .into_iter()
-            .filter(|key| !matches!(*key, "nic" | "disk"));
-        for key in tables {
+        for key in keys(&refusal).into_iter().filter(|key| !is_table(key)) {
             let entry = page.split(".TP\n").find(|entry| {
                 let tag = entry.lines().next().unwrap_or_default();
                 tag.ends_with(&format!("\\fB{key}\\fR"))

@@ -47,6 +47,11 @@ fn the_vm_example_is_a_description() {
     let text = std::fs::read_to_string(example("vm.toml")).unwrap();
     let plain: VmSpec = toml::from_str(&text).unwrap();
     let full: VmSpec = toml::from_str(&in_full("vm.toml")).unwrap();
+    let told = full.cloud_init.as_ref().unwrap();
+    assert_eq!((told.ssh_keys.len(), told.network.len()), (1, 1));
+    // Of the two ways to give user data one counts.
+    let text = in_full("vm.toml").replace("user_data_file", "# user_data_file");
+    VmSpec::from_toml(&text).unwrap();
     assert_eq!((plain.nics.len(), plain.disks.len()), (1, 0));
     assert_eq!((full.nics.len(), full.disks.len()), (1, 1));
     assert_eq!(full.disks_to_make().count(), 1);

@@ -18,6 +18,7 @@ mod exit;
 mod figures;
 mod file_pages;
 mod follow;
+mod guest_rows;
 mod host_rows;
 mod journal;
 mod keys;

@@ -4,6 +4,7 @@
 
 use crate::disk_rows::disk_rows;
 use crate::figures::columns;
+use crate::guest_rows::guest_rows;
 use crate::host_rows::info_rows;
 use crate::move_report::pause_ms;
 use crate::plain;
@@ -232,6 +233,7 @@ impl Output {
             ));
         }
         rows.extend(disk_rows(vm));
+        rows.extend(guest_rows(vm));
         if let Some(version) = &vm.vm_process_version {
             rows.push(("vm process", format!("godwit {version}")));
         }

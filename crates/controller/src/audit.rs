@@ -13,6 +13,7 @@ use godwit_rpc::audit::{Answered, Asked, Auditor, Later, Login};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
+use serde_json::Value;
 use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -35,6 +36,8 @@ const PRUNED_EVERY: i64 = 100;
 const MESSAGE_LEN_MAX: usize = 1_000;
 /// The number of an entry that could not be written.
 const UNWRITTEN: i64 = 0;
+/// The field of a description that may hold secrets.
+const USER_DATA: &str = "user_data";
 
 /// Writes the log into the controller's database.
 pub struct AuditLog {
@@ -356,15 +359,47 @@ fn stranger_from(asked: &Asked) -> Option<String> {
     Some(format!("from {from}"))
 }
 
-/// An empty request says nothing.
-fn detail(answered: &Answered) -> Option<&str> {
+/// An empty request says nothing. What a guest is told may be secret: only how long it is.
+fn detail(answered: &Answered) -> Option<String> {
     let body = answered.body.as_deref()?.trim();
-    (body != "{}").then_some(body)
+    if body == "{}" {
+        return None;
+    }
+    match serde_json::from_str::<Value>(body) {
+        Ok(mut read) => Some(match hide_user_data(&mut read) {
+            true => read.to_string(),
+            false => body.to_owned(),
+        }),
+        Err(_) => (!body.contains(USER_DATA)).then(|| body.to_owned()),
+    }
+}
+
+/// Wherever somebody wrote it; whether there was any.
+fn hide_user_data(body: &mut Value) -> bool {
+    match body {
+        Value::Object(fields) => {
+            let mut is_hidden = false;
+            for (key, value) in fields.iter_mut() {
+                is_hidden |= match (key.as_str(), value.as_str().map(str::len)) {
+                    (USER_DATA, Some(length)) => {
+                        *value = Value::from(format!("{length} bytes"));
+                        true
+                    }
+                    _ => hide_user_data(value),
+                };
+            }
+            is_hidden
+        }
+        Value::Array(items) => items
+            .iter_mut()
+            .fold(false, |is_hidden, item| hide_user_data(item) | is_hidden),
+        _ => false,
+    }
 }
 
 /// The name within a description.
 fn named(answered: &Answered) -> Option<String> {
-    let body: serde_json::Value = serde_json::from_str(answered.body.as_deref()?).ok()?;
+    let body: Value = serde_json::from_str(answered.body.as_deref()?).ok()?;
     let name = body.get("name")?.as_str()?;
     Some(name.chars().take(128).collect())
 }
@@ -456,6 +491,28 @@ mod tests {
             let what = what(&asked);
             assert!(!what.contains('/'), "{what}: add its command to `what`");
         }
+    }
+
+    #[test]
+    fn what_a_guest_is_told_is_in_no_audit() {
+        let told = |body: &str| {
+            detail(&Answered {
+                status: 200,
+                error: None,
+                body: Some(body.into()),
+            })
+        };
+        let plain = r#"{"name":"web","cloud_init":{"ssh_keys":["ssh-ed25519 A"]}}"#;
+        assert_eq!(told(plain).as_deref(), Some(plain));
+        assert_eq!(told("{}"), None);
+        let secret = told(r##"{"name":"web","cloud_init":{"user_data":"#!secret"}}"##).unwrap();
+        assert!(
+            secret.contains("8 bytes") && !secret.contains("#!"),
+            "{secret}"
+        );
+        let astray = told(r##"{"disk":[{"user_data":"#!secret"}],"name":"web"}"##).unwrap();
+        assert!(!astray.contains("#!"), "{astray}");
+        assert_eq!(told(r##"{"user_data":"#!secret""##), None);
     }
 
     #[test]

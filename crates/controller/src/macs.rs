@@ -229,6 +229,7 @@ mod tests {
             spec,
             disks: Vec::new(),
             images: Vec::new(),
+            guest: None,
         };
         entry.vms.insert(vm.spec.name.clone(), vm);
         state.hosts.insert(HostName::new("a").unwrap(), entry);

@@ -56,6 +56,7 @@ fn says(state: VmState, generation: u64, claim: Claim) -> Vec<HostVm> {
         note: None,
         disks: Vec::new(),
         images: Vec::new(),
+        guest: None,
     }]
 }
 
@@ -83,11 +84,8 @@ fn state() -> State {
         ..Entry::default()
     };
     state.book.add_entry(web(), entry);
-    let entry = VmEntry {
-        spec: spec(),
-        resolved: None,
-    };
-    state.vms.insert(web(), entry);
+    let (spec, resolved) = (spec(), None);
+    state.vms.insert(web(), VmEntry { spec, resolved });
     state
 }
 

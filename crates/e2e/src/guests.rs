@@ -43,6 +43,7 @@ pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow:
         encryption: EncryptionMode::Opportunistic,
         on_crash: Default::default(),
         movable: true,
+        cloud_init: None,
         uid: None,
         nics: Vec::new(),
         disks: Vec::new(),

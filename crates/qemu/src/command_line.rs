@@ -8,6 +8,9 @@
 //! tracker can not see it. Later ones are served by a back end of ours, and QEMU knows no image but those of UEFI. There is no way to add a
 //! balloon or anything else that writes unseen.
 
+mod devices;
+
+use devices::{agent_port, network_card, seed, seed_and_agent, vhost_user_disk, virtio_disk};
 use godwit_types::vm::mac_text;
 use serde_json::json;
 use std::ffi::OsString;
@@ -18,6 +21,11 @@ use std::path::{Path, PathBuf};
 pub const CONSOLE: &str = "console0";
 /// Bytes of serial output that the ring buffer keeps.
 pub const CONSOLE_BYTES: usize = 64 << 10;
+
+/// The id of the socket behind the port of the guest's agent.
+pub const AGENT: &str = "agent0";
+/// The set of the seed's descriptor: those of disks and flash memory are below.
+const SEED_SET: u32 = 32;
 
 /// What executes the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,7 +123,7 @@ impl Reconnect {
 }
 
 /// Everything that decides what the guest sees. Source and destination must agree on all but `ram_file`, `tap_fd`, the
-/// disks' and the flash memory's descriptors and sockets, `reconnect` and `incoming`.
+/// disks' and the flash memory's descriptors and sockets, the numbers of `agent_fd` and `seed_fd`, `reconnect` and `incoming`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineConfig {
     /// Which version of the virtual hardware the arguments describe: `godwit_types::version::HARDWARE` has those that are known. What a guest
@@ -151,6 +159,11 @@ pub struct MachineConfig {
     pub nics: Vec<Nic>,
     /// Disks, in the order in which the guest finds them.
     pub disks: Vec<Disk>,
+    /// A listening Unix socket on which the guest's agent is spoken with, by its number in QEMU (`launch` keeps numbers). From
+    /// hardware version 3 on every machine has one.
+    pub agent_fd: Option<i32>,
+    /// The guest's seed, open for reading, by its number in QEMU. From hardware version 3 on.
+    pub seed_fd: Option<i32>,
     /// How soon their back ends are connected to again.
     pub reconnect: Reconnect,
     /// The file that is the guest's RAM, on tmpfs; must be readable and writable for QEMU's user.
@@ -206,6 +219,12 @@ pub enum ConfigError {
     /// UEFI in a machine whose hardware has none.
     #[error("hardware version {0} has no UEFI")]
     Flash(u32),
+    /// A port for an agent in a machine whose hardware has none, or none where it has one.
+    #[error("hardware version {0} and a port for the guest's agent do not go together as asked")]
+    Agent(u32),
+    /// A seed in a machine whose hardware has none.
+    #[error("hardware version {0} has no seed")]
+    Seed(u32),
     /// Nothing to boot from.
     #[error(
         "the machine has neither a kernel nor, from hardware version 2 on, a disk to boot from"
@@ -221,11 +240,14 @@ pub enum ConfigError {
 pub fn build(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
     check(config)?;
     match config.hardware {
+        1..=3 => seed_and_agent(config)?,
+        unknown => return Err(ConfigError::Hardware(unknown)),
+    }
+    match config.hardware {
         1 if config.flash.is_some() => Err(ConfigError::Flash(1)),
         1 if config.kernel.is_none() => Err(ConfigError::NothingToBoot),
         1 => machine_with(config, monitor_fds, virtio_disk),
-        2 => machine_with(config, monitor_fds, vhost_user_disk),
-        unknown => Err(ConfigError::Hardware(unknown)),
+        _ => machine_with(config, monitor_fds, vhost_user_disk),
     }
 }
 
@@ -275,6 +297,12 @@ fn machine_with(
         .for_each(|(index, nic)| network_card(&mut line, index, nic));
     for (index, disk) in config.disks.iter().enumerate() {
         add_disk(&mut line, config, index, disk)?;
+    }
+    if let Some(fd) = config.agent_fd {
+        agent_port(&mut line, fd);
+    }
+    if let Some(fd) = config.seed_fd {
+        seed(&mut line, fd);
     }
     for (index, fd) in monitor_fds.iter().enumerate() {
         line.pair(
@@ -364,84 +392,6 @@ fn boot(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
         line.pair("-append", &config.kernel_arguments);
     }
     Ok(())
-}
-
-/// `romfile=` is empty because the ROM's size differs between distributions, and a move between them would fail.
-fn network_card(line: &mut Line, index: usize, nic: &Nic) {
-    line.pair(
-        "-netdev",
-        format!("tap,id=net{index},fd={},vhost=off", nic.tap_fd),
-    );
-    let mac = mac_text(nic.mac);
-    line.pair(
-        "-device",
-        format!("virtio-net-pci,id=nic{index},netdev=net{index},mac={mac},romfile="),
-    );
-}
-
-/// The image comes as a set of one descriptor, which QEMU opens by the set's number.
-fn virtio_disk(
-    line: &mut Line,
-    config: &MachineConfig,
-    index: usize,
-    disk: &Disk,
-) -> Result<(), ConfigError> {
-    let (name, read_only) = (&disk.name, disk.read_only);
-    let BackEnd::Qemu { fd } = &disk.back_end else {
-        return Err(no_such_disk(config, disk));
-    };
-    let cache = json!({"direct": false, "no-flush": false});
-    let node = json!({
-        "driver": "raw",
-        "node-name": format!("image{index}"),
-        "read-only": read_only,
-        "cache": cache,
-        "file": {
-            "driver": "file",
-            "filename": format!("/dev/fdset/{index}"),
-            "aio": "threads",
-            "read-only": read_only,
-            "cache": cache,
-        },
-    });
-    line.pair("-add-fd", format!("fd={fd},set={index}"));
-    line.pair("-blockdev", node.to_string());
-    line.pair(
-        "-device",
-        format!("virtio-blk-pci,id=disk{index},drive=image{index},serial={name}"),
-    );
-    Ok(())
-}
-
-/// The back end gives size, serial number and features. The write cache is not for a guest to switch off: a back end that
-/// is replaced would have to know.
-fn vhost_user_disk(
-    line: &mut Line,
-    config: &MachineConfig,
-    index: usize,
-    disk: &Disk,
-) -> Result<(), ConfigError> {
-    let BackEnd::Served { socket, queues } = &disk.back_end else {
-        return Err(no_such_disk(config, disk));
-    };
-    let (path, reconnect) = (escaped("disk's socket", socket)?, config.reconnect.option());
-    line.pair(
-        "-chardev",
-        format!("socket,id=served{index},path={path},{reconnect}"),
-    );
-    let boot = index + 1;
-    line.pair(
-        "-device",
-        format!("vhost-user-blk-pci,id=disk{index},chardev=served{index},num-queues={queues},queue-size=256,config-wce=off,bootindex={boot}"),
-    );
-    Ok(())
-}
-
-fn no_such_disk(config: &MachineConfig, disk: &Disk) -> ConfigError {
-    ConfigError::BackEnd {
-        hardware: config.hardware,
-        disk: disk.name.clone(),
-    }
 }
 
 #[derive(Default)]

@@ -19,6 +19,10 @@ pub struct Wanted<'a> {
     pub ram_file: &'a Path,
     /// Its UEFI, which it has where it is described with it.
     pub flash: Option<Flash>,
+    /// Where its agent's port is listened for, from hardware version 3 on.
+    pub agent_fd: Option<i32>,
+    /// Its seed, which it has where it is described with `[cloud_init]`.
+    pub seed_fd: Option<i32>,
     /// Whether it waits for a device state.
     pub incoming: bool,
 }
@@ -66,6 +70,8 @@ impl Wanted<'_> {
                     back_end,
                 })
                 .collect(),
+            agent_fd: self.agent_fd,
+            seed_fd: self.seed_fd,
             reconnect,
             ram_file: self.ram_file.to_owned(),
             incoming: self.incoming,
@@ -98,7 +104,7 @@ pub fn open_taps(
 }
 
 /// The same UUID on every host: made from the VM's name, in the form of a random one.
-fn uuid_of(name: &str) -> String {
+pub(crate) fn uuid_of(name: &str) -> String {
     let mut state: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     for byte in name.bytes() {
         state = (state ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);

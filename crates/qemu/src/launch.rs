@@ -62,7 +62,7 @@ pub struct LaunchSpec<'fd> {
     pub gid: u32,
     /// The descriptor hand-out; `None` for a QEMU whose memory is not tracked.
     pub handout: Option<Handout<'fd>>,
-    /// Further descriptors that QEMU inherits under their numbers: the taps, the disks' images and UEFI.
+    /// Further descriptors that QEMU inherits under their numbers: the taps, the disks' images, UEFI, the port of the guest's agent and its seed.
     pub inherited: Vec<BorrowedFd<'fd>>,
 }
 
@@ -395,9 +395,15 @@ fn inherited(spec: &LaunchSpec<'_>, monitor_fds: &[RawFd]) -> Result<Vec<RawFd>,
     let images = disks.filter_map(|disk| disk.back_end.image());
     let flash = spec.machine.flash.iter();
     let flash = flash.flat_map(|flash| [flash.code_fd, flash.variables_fd]);
+    let of_the_guest = spec
+        .machine
+        .agent_fd
+        .into_iter()
+        .chain(spec.machine.seed_fd);
     let missing = taps
         .chain(images)
         .chain(flash)
+        .chain(of_the_guest)
         .filter(|fd| !all.contains(fd))
         .chain(all.iter().copied().filter(|&fd| fd < 3))
         .next();

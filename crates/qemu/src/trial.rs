@@ -418,6 +418,8 @@ fn machine(
         kernel_arguments: String::new(),
         nics: Vec::new(),
         disks: Vec::new(),
+        agent_fd: None,
+        seed_fd: None,
         reconnect: Reconnect::Second,
         ram_file,
         incoming: false,

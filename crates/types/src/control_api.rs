@@ -4,6 +4,7 @@
 
 use crate::certificate::CertificateDates;
 use crate::disk_activity::DiskActivity;
+use crate::guest::GuestInfo;
 use crate::host::{Check, HostInfo};
 use crate::ids::{Generation, HostName, VmName};
 use crate::text::read_sentence;
@@ -91,6 +92,9 @@ pub struct VmView {
     /// What its disks do, while its host answers and serves them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskActivity>,
+    /// What its guest says of itself, while its host answers and the guest has an agent that does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest: Option<GuestInfo>,
 }
 
 /// A new one-time token for a host to join with.

@@ -11,6 +11,7 @@ use crate::disk_activity::{DiskActivity, LimitDisk};
 use crate::disk_move::{DiskMoves, DiskPlace};
 use crate::disk_resize::ResizeDisk;
 use crate::forecast::DirtyRate;
+use crate::guest::GuestInfo;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::image::KnownImage;
 use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
@@ -96,6 +97,9 @@ pub struct HostVm {
     /// What it knows of the images on shared storage of the VM, if it holds it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub images: Vec<KnownImage>,
+    /// What its guest says of itself, where it has an agent that answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest: Option<GuestInfo>,
 }
 
 impl HostVm {

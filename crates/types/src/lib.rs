@@ -17,6 +17,7 @@ pub mod disk_resize;
 pub mod drain;
 pub mod error;
 pub mod forecast;
+pub mod guest;
 pub mod host;
 pub mod host_api;
 pub mod ids;

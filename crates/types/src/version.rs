@@ -27,7 +27,7 @@ pub const MIGRATION_WITH_AWAITED_CHANGES: u32 = 6;
 pub const PROTOCOL_HEADER: &str = "godwit-protocol";
 
 /// The hardware versions of VMs whose command line this build can make.
-pub const HARDWARE: Range = Range { min: 1, max: 2 };
+pub const HARDWARE: Range = Range { min: 1, max: 3 };
 
 /// Versions of a protocol that somebody speaks, from the oldest to the newest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]

@@ -3,11 +3,13 @@
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
 mod boots;
+mod cloud_init;
 mod disks;
 mod made;
 mod new;
 
 pub use boots::Firmware;
+pub use cloud_init::{CardNetwork, CloudInit, SEED_AND_AGENT, USER_DATA_LEN_MAX};
 pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnError, OnFull};
 pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};
 
@@ -173,6 +175,9 @@ pub struct VmSpec {
     /// Whether it may be moved while it runs.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub movable: bool,
+    /// What the guest is told when it boots the first time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<CloudInit>,
     #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
@@ -223,6 +228,7 @@ impl VmSpec {
             on_crash: OnCrash::default(),
             uid: None,
             movable: yes(),
+            cloud_init: None,
             nics: Vec::new(),
             disks: Vec::new(),
         }
@@ -246,6 +252,7 @@ impl VmSpec {
         }
         self.check_texts()?;
         self.check_nics()?;
+        self.check_cloud_init()?;
         self.check_disks()
     }
 

@@ -452,6 +452,7 @@ impl Waiting<'_> {
             note: Some(self.note()),
             disks: Vec::new(),
             images: Vec::new(),
+            guest: None,
         };
         VmAnswer::Status(Box::new(VmStatus { vm }))
     }

@@ -11,7 +11,6 @@
 //! its source, which goes on with it; where it is, this host holds it and boots it when it is back. Refuses: to power
 //! anything down without the mark, to start or take a guest while it is there, and to touch a VM that this host gave away.
 
-use crate::hypervisor::QMP_WAIT;
 use crate::off::{now_unix_s, still_counts};
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
@@ -22,7 +21,6 @@ use godwit_types::migration::Side;
 use godwit_types::{ApiError, ErrorCode};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-use std::time::Instant;
 
 /// A power key that was pressed since the host shuts down.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,8 +132,7 @@ impl Vm {
             CloseStep::Press => {
                 // Noted first: the guest may obey at any time from then on.
                 self.note_pressed(hyper.identity.launch);
-                let pressed = hyper.machine.powerdown(Instant::now() + QMP_WAIT);
-                pressed.map_err(qmp)?;
+                hyper.ask_to_power_off(false).map_err(qmp)?;
             }
             CloseStep::End => return Ok((self.end_guest(), None)),
         }

@@ -158,6 +158,16 @@ impl Paths {
         self.run.join("qemu").join(format!("{launch}.uffd"))
     }
 
+    /// Where the guest's agent is spoken with.
+    pub(crate) fn agent(&self, launch: u64) -> PathBuf {
+        self.run.join("qemu").join(format!("{launch}.agent"))
+    }
+
+    /// That the guest is to be thawed.
+    pub(crate) fn frozen(&self, launch: u64) -> PathBuf {
+        self.run.join(format!("{launch}.frozen"))
+    }
+
     pub(crate) fn addresses(&self, launch: u64) -> PathBuf {
         self.run.join(format!("{launch}.addresses.json"))
     }

@@ -7,6 +7,7 @@ use crate::console::Console;
 use crate::disks::Disks;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
+use crate::guest::{Given, Guest};
 use crate::input::{GuestNews, Input, Waiting};
 use crate::variables::{self, Opened, Variables};
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout};
@@ -65,6 +66,8 @@ pub(crate) struct Hyper {
     pub disks: Disks,
     /// Of a guest with UEFI.
     pub variables: Option<Variables>,
+    /// Of a machine with a port for its guest's agent.
+    pub guest: Option<Arc<Guest>>,
 }
 
 /// What [`launch_qemu`] makes.
@@ -160,6 +163,7 @@ impl Hyper {
         let machine = Arc::new(launched.hypervisor.machine);
         let kept = start.paths.console(start.launch);
         Self {
+            guest: Guest::follow(&machine, start.paths, start.launch),
             neighbours: Neighbours::load(start.paths.addresses(start.launch)),
             voice: Voice::new(launched.taps),
             huge_pages: HugePages::of(identity.pid, &ram),
@@ -194,6 +198,7 @@ impl Hyper {
         let machine = Arc::new(taken.machine);
         let kept = paths.console(identity.launch);
         let hyper = Self {
+            guest: Guest::follow(&machine, paths, identity.launch),
             huge_pages: HugePages::of(identity.pid, &ram),
             identity: identity.clone(),
             process: taken.process,
@@ -428,6 +433,7 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
     std::fs::create_dir_all(start.paths.run.join("qemu")).map_err(internal)?;
+    let given = Given::make(start.spec, &start.paths.agent(start.launch)).map_err(internal)?;
     let listener = handout::listen(&socket).map_err(memory)?;
     let monitors: Vec<PathBuf> = (0..2)
         .map(|index| start.paths.monitor(start.launch, index))
@@ -437,6 +443,8 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
         accelerator: start.accelerator,
         ram_file: ram.path(),
         flash: uefi.as_ref().map(Opened::flash),
+        agent_fd: given.agent_fd(),
+        seed_fd: given.seed_fd(),
         incoming: start.coming.is_some(),
     };
     let spec = LaunchSpec {
@@ -455,6 +463,7 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
             .map(AsFd::as_fd)
             .chain(images.iter().map(AsFd::as_fd))
             .chain(uefi.iter().flat_map(Opened::fds))
+            .chain(given.fds())
             .collect(),
     };
     let launched = launch(&spec, deadline).map_err(hypervisor)?;
@@ -518,6 +527,8 @@ fn remove_sockets(paths: &Paths, launch: u64) {
     remove(&paths.monitor(launch, 0));
     remove(&paths.monitor(launch, 1));
     remove(&paths.handout(launch));
+    remove(&paths.agent(launch));
+    remove(&paths.frozen(launch));
     (0..DISKS_MAX).for_each(|disk| remove(&paths.ram_files.disk_socket(launch, disk)));
     remove(&paths.addresses(launch));
     remove(&paths.console(launch));

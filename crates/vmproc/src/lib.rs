@@ -26,6 +26,9 @@ mod disk_work;
 mod disks;
 mod faults;
 mod files;
+mod guest;
+#[cfg(test)]
+mod guest_tests;
 mod harden;
 mod hypervisor;
 pub mod image;

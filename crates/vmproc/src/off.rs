@@ -9,7 +9,6 @@
 //! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a
 //! boot that nobody asked for meanwhile, and to end a guest whose handover is under way.
 
-use crate::hypervisor::QMP_WAIT;
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
@@ -17,7 +16,6 @@ use godwit_ownership::{Event, Phase, Power, Qemu, StateName};
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How long it counts of a guest that lives that a person had it asked to power off.
@@ -108,17 +106,20 @@ impl Vm {
             }
             return Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host));
         }
-        let machine = Arc::clone(&hyper.machine);
         let was_asked_before = self.is_asked_off();
         let noted = self.note_asked_off();
-        if let Err(error) = machine.powerdown(Instant::now() + QMP_WAIT) {
-            // An earlier one went out, and goes on counting.
-            if !was_asked_before {
-                self.forget_asked_off();
+        let by_agent = match hyper.ask_to_power_off(was_asked_before) {
+            Ok(by_agent) => by_agent,
+            Err(error) => {
+                // An earlier one went out, and goes on counting.
+                if !was_asked_before {
+                    self.forget_asked_off();
+                }
+                return Err(qmp(error));
             }
-            return Err(qmp(error));
-        }
-        let mut asked = "was asked to power off; use --force if it does not obey".to_owned();
+        };
+        let how = if by_agent { " by its guest agent" } else { "" };
+        let mut asked = format!("was asked to power off{how}; use --force if it does not obey");
         if let Some(id) = self.moves_away() {
             asked += &format!("; migration '{id}' ends once the guest is off");
         }

@@ -5,7 +5,7 @@
 
 use crate::ask::Now;
 use crate::disks;
-use crate::hypervisor::{QMP_WAIT, internal};
+use crate::hypervisor::{Hyper, QMP_WAIT, internal};
 use crate::succession::way_out;
 use crate::vm::{Outcome, Vm};
 use godwit_migrate::why::Why;
@@ -428,13 +428,14 @@ impl Vm {
             accelerator: self.hyper.as_ref().map(|hyper| hyper.identity.accelerator),
             vm_process_pid: i32::try_from(std::process::id()).ok(),
             vm_process: Some(Build::here()),
-            qemu_pid: self.hyper.as_ref().map(crate::hypervisor::Hyper::pid),
+            qemu_pid: self.hyper.as_ref().map(Hyper::pid),
             note,
             disks: self
                 .hyper
                 .as_ref()
                 .map_or_else(Vec::new, |hyper| hyper.disks.activity()),
             images: Vec::new(),
+            guest: self.hyper.as_ref().and_then(Hyper::guest_info),
         })
     }
 

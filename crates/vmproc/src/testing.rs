@@ -281,6 +281,8 @@ struct Script {
     hangs_at: Option<&'static str>,
     /// It answers this command with an error.
     refuses: Option<&'static str>,
+    /// Something in the guest has the port of its agent open.
+    has_agent: bool,
     asked: Vec<String>,
 }
 
@@ -315,6 +317,11 @@ impl FakeQemu {
     /// Answers this command with an error from now on.
     pub(crate) fn refuses(&self, command: Option<&'static str>) {
         self.change(|script| script.refuses = command);
+    }
+
+    /// Has a guest with an agent from now on.
+    pub(crate) fn has_agent(&self) {
+        self.change(|script| script.has_agent = true);
     }
 
     /// Is in this state from now on.
@@ -371,6 +378,8 @@ fn speak(stream: UnixStream, script: &(Mutex<Script>, Condvar)) -> std::io::Resu
             }
             let running = status == "running";
             answer["return"] = serde_json::json!({"status": status, "running": running});
+        } else if command == "query-chardev" && script.has_agent {
+            answer["return"] = serde_json::json!([{"label": "agent0", "frontend-open": true}]);
         } else {
             answer["return"] = serde_json::json!({});
         }

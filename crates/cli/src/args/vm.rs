@@ -46,7 +46,7 @@ pub enum VmCommand {
     },
     /// Ask the guest to power off
     #[command(
-        after_help = "Examples:\n  godwit vm stop web --wait 60\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
+        after_help = "The guest is asked by its agent (qemu-guest-agent) where that answers, else by the power key; a second stop presses the key, too.\n\nExamples:\n  godwit vm stop web --timeout 60\n  godwit vm stop web --timeout 60 --force\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
     )]
     Stop(VmStop),
     /// Reset the guest
@@ -268,9 +268,12 @@ pub struct VmLimitDisk {
 pub struct VmStop {
     /// The VM
     pub vm: VmName,
-    /// Power off at once
+    /// Power off at once; with --timeout: once that is over
     #[arg(long)]
     pub force: bool,
+    /// Ask the guest, and fail where it is not off within so many seconds; with --force power it off then
+    #[arg(long, value_name = "SECONDS", value_parser = whole::<u64, 1, 86_400, 60>, conflicts_with_all = ["wait", "host"])]
+    pub timeout: Option<u64>,
     /// Return once the VM is off, and fail where it is not within so many seconds (120 when left out)
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "120",
         value_parser = whole::<u64, 1, 86_400, 120>, conflicts_with = "host")]

@@ -17,8 +17,10 @@ use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest, 
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
-use godwit_types::vm::{DiskLimits, VmState};
+use godwit_types::vm::{DiskLimits, USER_DATA_LEN_MAX, VmState};
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -194,9 +196,11 @@ async fn resolve(
 
 async fn stopped(arguments: VmStop, global: &Global, output: &Output) -> CommandResult {
     let (vm, force) = (&arguments.vm, arguments.force);
-    match arguments.wait.map(Duration::from_secs) {
-        Some(within) => stop::and_wait(vm, force, within, global, output).await,
-        None => told(stop(vm, force, arguments.host, global).await?, output),
+    let seconds = |given: Option<u64>| given.map(Duration::from_secs);
+    match (seconds(arguments.timeout), seconds(arguments.wait)) {
+        (Some(within), _) => stop::ask_first(vm, force, within, global, output).await,
+        (None, Some(within)) => stop::and_wait(vm, force, within, global, output).await,
+        (None, None) => told(stop(vm, force, arguments.host, global).await?, output),
     }
 }
 
@@ -238,6 +242,29 @@ pub async fn must_be(client: &AgentClient, host: Option<&HostName>) -> CommandRe
     }
 }
 
+/// The user data that a description names: beside that, where its path does not begin at the root.
+fn read_user_data(description: &Path, named: &str) -> Result<String, String> {
+    let path = description.parent().unwrap_or(Path::new("")).join(named);
+    let cannot = |error: std::io::Error| {
+        format!(
+            "cannot read {}, the `user_data_file`: {error}",
+            path.display()
+        )
+    };
+    let mut text = String::new();
+    // As much as shows that it is too long.
+    let file = File::open(&path).map_err(cannot)?;
+    let mut begin = file.take(USER_DATA_LEN_MAX as u64 + 1);
+    begin.read_to_string(&mut text).map_err(cannot)?;
+    match text.len() > USER_DATA_LEN_MAX {
+        false => Ok(text),
+        true => Err(format!(
+            "{}, the `user_data_file`, has more than {USER_DATA_LEN_MAX} bytes: have it fetch the rest, as with `#include`",
+            path.display()
+        )),
+    }
+}
+
 fn read_spec(file: &Path) -> Result<VmSpec, Failure> {
     let text = std::fs::read_to_string(file).map_err(|error| {
         let message = format!(
@@ -246,7 +273,7 @@ fn read_spec(file: &Path) -> Result<VmSpec, Failure> {
         );
         Failure::new(ErrorCode::InvalidVm, message)
     })?;
-    VmSpec::from_toml(&text).map_err(|why| {
+    VmSpec::from_toml_with(&text, |named| read_user_data(file, named)).map_err(|why| {
         let message = format!("{}: {why}", file.display());
         Failure::new(ErrorCode::InvalidVm, message)
     })

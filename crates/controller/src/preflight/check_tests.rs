@@ -63,6 +63,7 @@ fn facts() -> Facts {
             note: None,
             disks: Vec::new(),
             images: Vec::new(),
+            guest: None,
         },
         source: host("a"),
         destination: host("b"),

@@ -68,6 +68,8 @@ fn differences(described: &VmSpec, told: &VmSpec) -> Vec<&'static str> {
         ("encryption", described.encryption == told.encryption),
         ("on_crash", described.on_crash == told.on_crash),
         ("uid", described.uid == told.uid),
+        // Its keys open the guest: a host that adds its own is refused.
+        ("cloud_init", described.cloud_init == told.cloud_init),
         ("nic", described.nics == told.nics),
         ("disk", described.disks == told.disks),
     ];
@@ -109,6 +111,7 @@ mod tests {
                 note: None,
                 disks: Vec::new(),
                 images: Vec::new(),
+                guest: None,
             },
             passed: Vec::new(),
             refusals: Vec::new(),
@@ -121,8 +124,14 @@ mod tests {
         assert_eq!(taken, spec);
         let other = VmSpec {
             kernel: "/other".into(),
-            ..spec
+            ..spec.clone()
         };
         assert!(must_match(&entry, &source, &said(other)).is_err());
+        let told = VmSpec {
+            cloud_init: Some(Default::default()),
+            ..spec
+        };
+        let refused = must_match(&entry, &source, &said(told)).unwrap_err();
+        assert!(refused.message.contains("cloud_init"), "{refused}");
     }
 }

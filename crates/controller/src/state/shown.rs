@@ -75,6 +75,10 @@ impl State {
                 .as_ref()
                 .and_then(|place| Some(place.vm.as_ref()?.vm_process.as_ref()?.version.clone())),
             accelerator: accelerator.filter(|kind| *kind != Accelerator::Auto),
+            guest: place
+                .as_ref()
+                .filter(|place| place.connected)
+                .and_then(|place| place.vm.as_ref()?.guest.clone()),
             disks: place
                 .filter(|place| place.connected)
                 .and_then(|place| Some(place.vm?.disks.clone()))

@@ -23,6 +23,8 @@ fn config() -> MachineConfig {
             tap_fd: 9,
         }],
         disks: Vec::new(),
+        agent_fd: None,
+        seed_fd: None,
         reconnect: Reconnect::Second,
         ram_file: "/ram/web,1".into(),
         incoming: false,
@@ -74,6 +76,39 @@ fn hardware_version_1_is_as_its_golden_file_says() {
 
 #[test]
 fn hardware_version_2_is_as_its_golden_file_says() {
+    check_golden(2, &served_machines(2));
+}
+
+/// As version 2, with a port for the guest's agent, and maybe a seed.
+#[test]
+fn hardware_version_3_is_as_its_golden_file_says() {
+    let machines = served_machines(3);
+    let seeded = MachineConfig {
+        seed_fd: Some(15),
+        ..machines[1].clone()
+    };
+    check_golden(3, &[machines, vec![seeded]].concat());
+}
+
+#[test]
+fn a_seed_and_a_port_for_the_agent_are_of_their_hardware() {
+    for (hardware, agent_fd, seed_fd, refusal) in [
+        (2, None, Some(15), ConfigError::Seed(2)),
+        (2, Some(14), None, ConfigError::Agent(2)),
+        (3, None, None, ConfigError::Agent(3)),
+    ] {
+        let machine = MachineConfig {
+            hardware,
+            agent_fd,
+            seed_fd,
+            ..config()
+        };
+        assert_eq!(build(&machine, &[]), Err(refusal));
+    }
+}
+
+/// Machines of a version whose disks are served: from a kernel, from a disk, with UEFI.
+fn served_machines(hardware: u32) -> Vec<MachineConfig> {
     let disk = |name: &str, read_only| Disk {
         name: name.into(),
         read_only,
@@ -83,7 +118,8 @@ fn hardware_version_2_is_as_its_golden_file_says() {
         },
     };
     let from_disk = MachineConfig {
-        hardware: 2,
+        hardware,
+        agent_fd: agent_of(hardware),
         kernel: None,
         initramfs: None,
         kernel_arguments: String::new(),
@@ -98,7 +134,11 @@ fn hardware_version_2_is_as_its_golden_file_says() {
         }),
         ..from_disk.clone()
     };
-    check_golden(2, &[machines(2, disk), vec![from_disk, uefi]].concat());
+    [machines(hardware, disk), vec![from_disk, uefi]].concat()
+}
+
+fn agent_of(hardware: u32) -> Option<i32> {
+    (hardware >= 3).then_some(14)
 }
 
 #[test]
@@ -115,6 +155,7 @@ fn uefi_is_of_no_machine_of_the_first_hardware() {
 fn machines(hardware: u32, disk: impl Fn(&str, bool) -> Disk) -> Vec<MachineConfig> {
     let config = || MachineConfig {
         hardware,
+        agent_fd: agent_of(hardware),
         ..config()
     };
     vec![
@@ -160,7 +201,7 @@ fn check_golden(version: u32, machines: &[MachineConfig]) {
 
 #[test]
 fn hardware_that_is_not_known_has_no_command_line() {
-    for unknown in [0, 3, u32::MAX] {
+    for unknown in [0, 4, u32::MAX] {
         let machine = MachineConfig {
             hardware: unknown,
             ..config()

@@ -153,6 +153,8 @@ impl Place {
             kernel_arguments: String::new(),
             nics: Vec::new(),
             disks: Vec::new(),
+            agent_fd: None,
+            seed_fd: None,
             reconnect: Reconnect::Second,
             ram_file: at("ram"),
             incoming: false,

@@ -5,13 +5,17 @@ use super::{run, saved, state};
 use godwit_qemu::command_line::{BackEnd, Disk};
 use godwit_qemu::device_state::{DeviceStateError, SaveNews};
 use godwit_qemu::disk::open_image;
+use godwit_qemu::guest_agent;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::qmp::{Client, EventKind, QmpError};
 use godwit_qemu::reserved::Reserved;
+use godwit_qemu::seed;
+use godwit_types::VmSpec;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -222,4 +226,39 @@ fn garbage_and_truncation_are_refused_by_the_destination() {
         );
         println!("{} bytes: {error}", bytes.len());
     }
+}
+
+/// A place whose machine has a port for its guest's agent, and a seed of this description.
+fn with_seed(mut place: Place) -> Place {
+    let text = "name = \"tiny\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"\n[cloud_init]\nuser_data = \"#!/bin/sh\\n\"\n";
+    let spec = VmSpec::from_toml(text).expect("a description");
+    let seed = seed::open_for(&spec).expect("memory").expect("a seed");
+    let socket = place.spec.machine.ram_file.with_file_name("agent");
+    let listener = guest_agent::listen(&socket).expect("a socket");
+    // Open until the test's process ends: the place has no room for them.
+    let seed: &'static OwnedFd = Box::leak(Box::new(seed));
+    let listener: &'static UnixListener = Box::leak(Box::new(listener));
+    place.spec.machine.hardware = 3;
+    place.spec.machine.seed_fd = Some(seed.as_raw_fd());
+    place.spec.machine.agent_fd = Some(listener.as_raw_fd());
+    place.spec.inherited = vec![seed.as_fd(), listener.as_fd()];
+    place
+}
+
+#[test]
+fn a_machine_with_a_seed_and_a_port_for_its_agent_moves() {
+    let (source, destination) = (
+        with_seed(Place::new(COUNTING)),
+        with_seed(Place::new(COUNTING).incoming()),
+    );
+    moves(&source, &destination);
+}
+
+#[test]
+fn a_guest_without_an_agent_is_known_to_have_none() {
+    let place = with_seed(Place::new(COUNTING));
+    let guest = place.start();
+    assert!(!guest.machine().has_agent(soon()).expect("an answer"));
+    let older = Place::new(COUNTING).start();
+    assert!(!older.machine().has_agent(soon()).expect("an answer"));
 }

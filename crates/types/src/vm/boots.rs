@@ -53,9 +53,10 @@ impl VmSpec {
         self.kernel().into_iter().chain(self.initramfs.as_deref())
     }
 
-    /// Refuses what hardware version 1 does not have: boot without a kernel, UEFI, and disks with limits, `on_full = "error"` or `on_error = "wait"`.
+    /// Refuses what its hardware does not have: boot without a kernel, UEFI, disks with limits, `on_full = "error"` or `on_error = "wait"`, and a seed.
     pub fn check_boots(&self) -> Result<(), InvalidVm> {
         self.check_served()?;
+        self.check_seed()?;
         let what = match (self.firmware, self.kernel()) {
             _ if self.hardware() >= BOOTS_FROM_DISK => return Ok(()),
             (Firmware::Uefi, _) => "firmware = \"uefi\", which there is",

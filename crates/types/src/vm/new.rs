@@ -11,7 +11,16 @@ use serde::de::DeserializeOwned;
 impl VmSpec {
     /// Reads a VM that a person describes in TOML, and checks it as a new one.
     pub fn from_toml(text: &str) -> Result<Self, InvalidVm> {
+        Self::from_toml_with(text, |file| Err(format!("{file} is not read here")))
+    }
+
+    /// The same, with the text of the file that it names for cloud-init.
+    pub fn from_toml_with(
+        text: &str,
+        read: impl FnOnce(&str) -> Result<String, String>,
+    ) -> Result<Self, InvalidVm> {
         let spec: Self = toml::from_str(text).map_err(|error| unreadable(text, &error))?;
+        let spec = spec.with_files_read(read)?;
         spec.check_new()?;
         Ok(spec)
     }

@@ -1,4 +1,4 @@
-//! `godwit vm stop --wait`: a stop that returns once the VM is off.
+//! `godwit vm stop --wait` and `--timeout`: a stop that returns once the VM is off.
 //!
 //! Owns nothing. Refuses: to call a VM off that nobody said is off; where the time is over it says how the VM is.
 
@@ -9,12 +9,14 @@ use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
 use crate::watch::failure;
-use godwit_rpc::ClientError;
+use godwit_rpc::{ClientError, ControllerClient};
 use godwit_types::control_api::{Done, StopRequest, VmView};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, VmName};
 use std::time::{Duration, Instant};
 
+/// How long a VM may take to be off that is powered off.
+const FORCED_WITHIN: Duration = Duration::from_secs(60);
 /// Between two looks at the VM.
 const LOOK_EACH: Duration = Duration::from_millis(300);
 
@@ -26,20 +28,59 @@ pub(super) async fn and_wait(
     global: &Global,
     output: &Output,
 ) -> CommandResult {
-    let began = Instant::now();
     let client = controller(global)?;
+    let last = stopped(&client, vm, force, within, output).await?;
+    told(&last, within, "is off", output)
+}
+
+/// Has the guest asked to power off; one that does not in its time is powered off if that is wanted.
+pub(super) async fn ask_first(
+    vm: &VmName,
+    force: bool,
+    within: Duration,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
+    let client = controller(global)?;
+    let last = stopped(&client, vm, false, within, output).await?;
+    if !force || last.state == VmState::Stopped {
+        return told(&last, within, "is off", output);
+    }
+    let seconds = within.as_secs();
+    if !output.json {
+        plain::tell(&format!(
+            "VM '{vm}' is not off after {seconds} s: it is powered off"
+        ));
+    }
+    let last = stopped(&client, vm, true, FORCED_WITHIN, output).await?;
+    let how = format!("is off: its guest did not obey within {seconds} s, and was powered off");
+    told(&last, FORCED_WITHIN, &how, output)
+}
+
+/// The VM once it is off, or when the time was over.
+async fn stopped(
+    client: &ControllerClient,
+    vm: &VmName,
+    force: bool,
+    within: Duration,
+    output: &Output,
+) -> Result<VmView, Failure> {
+    let began = Instant::now();
     let request = StopRequest { force };
-    let asked = saying(of_vm(&client, vm), client.stop(vm, &request)).await;
+    let asked = saying(of_vm(client, vm), client.stop(vm, &request)).await;
     let asked = asked.map_err(failure)?.message;
     if !output.json && !force {
         plain::tell(&format!("{asked}; waiting (Ctrl-C stops waiting)"));
     }
     let look = async || client.vm(vm).await;
-    let last = until_off(look, began + within).await.map_err(failure)?;
+    until_off(look, began + within).await.map_err(failure)
+}
+
+fn told(last: &VmView, within: Duration, how: &str, output: &Output) -> CommandResult {
     if last.state != VmState::Stopped {
-        return Err(still_on(&last, within));
+        return Err(still_on(last, within));
     }
-    let message = format!("VM '{vm}' is off.");
+    let message = format!("VM '{}' {how}.", last.spec.name);
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
 }

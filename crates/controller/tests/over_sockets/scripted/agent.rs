@@ -355,6 +355,7 @@ pub fn known(spec: VmSpec, state: VmState, generation: Generation, claim: Claim)
         note: None,
         disks: Vec::new(),
         images: Vec::new(),
+        guest: None,
     }
 }
 
