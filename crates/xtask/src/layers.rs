@@ -10,7 +10,15 @@ use std::path::Path;
 const RINGS: [(&str, &[&str]); 4] = [
     (
         "pure",
-        &["types", "wire", "migrate", "mirror", "tracking", "ownership", "site"],
+        &[
+            "types",
+            "wire",
+            "migrate",
+            "mirror",
+            "tracking",
+            "ownership",
+            "site",
+        ],
     ),
     (
         "edge",
