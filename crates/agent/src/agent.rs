@@ -40,6 +40,7 @@ use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{PeerEnvelope, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::Side;
+use godwit_types::snapshots::Snapshots;
 use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -321,6 +322,15 @@ impl Agent {
         let vm = self.known(name)?;
         vm.need(NEED).await?;
         ask_done(&vm, name, &request).await
+    }
+
+    pub(crate) async fn snapshots(&self, name: &VmName) -> Reply<Snapshots> {
+        let vm = self.known(name)?;
+        vm.need(NEED).await?;
+        match vm.ask(&VmRequest::Snapshots, ACT).await? {
+            VmAnswer::Snapshots(snapshots) => Ok(snapshots),
+            _ => Err(unexpected(name)),
+        }
     }
 
     /// Takes a message of another host about who may run a VM; gives the replies.

@@ -36,6 +36,7 @@ use godwit_types::site::{
     GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
     WholeSurvey,
 };
+use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName, VmSpec};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -69,6 +70,9 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         )
         .route(path::RESIZE_DISK, post(resize_disk))
         .route(path::LIMIT_DISK, post(limit_disk))
+        .route(path::SNAPSHOTS, get(snapshots).post(take_snapshot))
+        .route(path::REVERT_SNAPSHOT, post(revert_snapshot))
+        .route(path::DELETE_SNAPSHOT, post(delete_snapshot))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -260,6 +264,13 @@ handlers! {
         = agent.act(&name, VmRequest::ResizeDisk(wish)).await;
     limit_disk(agent, path name: VmName, body wish: LimitDisk) -> Done
         = agent.act(&name, VmRequest::LimitDisk(wish)).await;
+    snapshots(agent, path name: VmName) -> Snapshots = agent.snapshots(&name).await;
+    take_snapshot(agent, path name: VmName, body wish: TakeSnapshot) -> Done
+        = agent.act(&name, VmRequest::TakeSnapshot(wish)).await;
+    revert_snapshot(agent, path name: VmName, body wish: SnapshotRequest) -> Done
+        = agent.act(&name, VmRequest::RevertSnapshot(wish)).await;
+    delete_snapshot(agent, path name: VmName, body wish: SnapshotRequest) -> Done
+        = agent.act(&name, VmRequest::DeleteSnapshot(wish)).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

@@ -13,7 +13,9 @@ mod host;
 mod vm;
 
 pub use host::{HostCommand, HostDrain, HostJoin, HostLeave, HostRenew, HostTopArgs, TokenArgs};
-pub use vm::{VmCommand, VmLimitDisk, VmMigrate, VmMoveDisk, VmResizeDisk, VmStop, without};
+pub use vm::{
+    VmCommand, VmLimitDisk, VmMigrate, VmMoveDisk, VmResizeDisk, VmSnapshotCommand, VmStop, without,
+};
 
 /// Where controllers listen unless said otherwise.
 const CONTROLLER_PORT: u16 = 8471;

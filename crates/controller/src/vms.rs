@@ -24,11 +24,13 @@ use std::fmt::{Display, Formatter};
 mod disk_orders;
 mod disks;
 mod move_disks;
+mod snapshots;
 mod start;
 
 pub use disk_orders::{limit_disk, resize_disk};
 pub use disks::{Makings, disks};
 pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};
+pub use snapshots::{delete_snapshot, revert_snapshot, snapshots, take_snapshot};
 pub use start::start;
 
 /// How often a host that holds a VM that is off is asked to give it up.

@@ -151,6 +151,7 @@ fn serve(image: &Path, socket: &Path, ram: &Arc<RamFile>) -> Result<Disk> {
             for_storage: false,
         },
         handed: None,
+        deltas: Vec::new(),
     })?)
 }
 

@@ -31,6 +31,7 @@ use godwit_types::site::{
     GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
     WholeSurvey,
 };
+use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::{MigrationId, VmName, VmSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -114,6 +115,12 @@ pub mod path {
     /// POST `ResizeDisk`: [`super::Done`].
     pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
     pub const LIMIT_DISK: &str = "/v1/vms/{name}/limit-disk";
+    /// GET: `Snapshots`. POST `TakeSnapshot`: [`super::Done`].
+    pub const SNAPSHOTS: &str = "/v1/vms/{name}/snapshots";
+    /// POST `SnapshotRequest`: [`super::Done`].
+    pub const REVERT_SNAPSHOT: &str = "/v1/vms/{name}/revert-snapshot";
+    /// POST `SnapshotRequest`: [`super::Done`].
+    pub const DELETE_SNAPSHOT: &str = "/v1/vms/{name}/delete-snapshot";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -161,6 +168,10 @@ pub const RULES: &[Rule] = &[
     rule("DELETE", path::MOVE_DISKS, POWER),
     rule("POST", path::RESIZE_DISK, CONTROLLER),
     rule("POST", path::LIMIT_DISK, CONTROLLER),
+    rule("GET", path::SNAPSHOTS, READ),
+    rule("POST", path::SNAPSHOTS, CONTROLLER),
+    rule("POST", path::REVERT_SNAPSHOT, CONTROLLER),
+    rule("POST", path::DELETE_SNAPSHOT, CONTROLLER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -298,6 +309,13 @@ calls! { AgentClient
         = post client (fill(path::RESIZE_DISK, name), wish) in slow;
     limit_disk(name: &VmName, wish: &LimitDisk) -> Done
         = post client (fill(path::LIMIT_DISK, name), wish) in act;
+    snapshots(name: &VmName) -> Snapshots = get client (fill(path::SNAPSHOTS, name)) in read;
+    take_snapshot(name: &VmName, wish: &TakeSnapshot) -> Done
+        = post client (fill(path::SNAPSHOTS, name), wish) in slow;
+    revert_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
+        = post client (fill(path::REVERT_SNAPSHOT, name), wish) in slow;
+    delete_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
+        = post client (fill(path::DELETE_SNAPSHOT, name), wish) in slow;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

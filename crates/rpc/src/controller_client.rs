@@ -22,6 +22,7 @@ use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
 use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
 use godwit_types::site::{SiteAnswer, SiteQuestion, SiteView};
+use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::{HostName, MigrationId, VmName, VmSpec};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -63,6 +64,12 @@ pub mod path {
     /// POST: makes a disk larger.
     pub const RESIZE_DISK: &str = "/v1/vms/{name}/resize-disk";
     pub const LIMIT_DISK: &str = "/v1/vms/{name}/limit-disk";
+    /// GET: `Snapshots`. POST `TakeSnapshot`: [`super::Done`].
+    pub const SNAPSHOTS: &str = "/v1/vms/{name}/snapshots";
+    /// POST `SnapshotRequest`: [`super::Done`].
+    pub const REVERT_SNAPSHOT: &str = "/v1/vms/{name}/revert-snapshot";
+    /// POST `SnapshotRequest`: [`super::Done`].
+    pub const DELETE_SNAPSHOT: &str = "/v1/vms/{name}/delete-snapshot";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -147,6 +154,10 @@ pub const RULES: &[Rule] = &[
     rule("DELETE", path::MOVE_DISKS, PEOPLE),
     rule("POST", path::RESIZE_DISK, PEOPLE),
     rule("POST", path::LIMIT_DISK, PEOPLE),
+    rule("GET", path::SNAPSHOTS, PEOPLE),
+    rule("POST", path::SNAPSHOTS, PEOPLE),
+    rule("POST", path::REVERT_SNAPSHOT, PEOPLE),
+    rule("POST", path::DELETE_SNAPSHOT, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),
@@ -263,6 +274,13 @@ calls! { ControllerClient
     /// Limits a disk, whether the guest runs or not.
     limit_disk(name: &VmName, wish: &LimitDisk) -> Done
         = post client (fill(path::LIMIT_DISK, name), wish) in act;
+    snapshots(name: &VmName) -> Snapshots = get client (fill(path::SNAPSHOTS, name)) in act;
+    take_snapshot(name: &VmName, wish: &TakeSnapshot) -> Done
+        = post client (fill(path::SNAPSHOTS, name), wish) in act;
+    revert_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
+        = post client (fill(path::REVERT_SNAPSHOT, name), wish) in act;
+    delete_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
+        = post client (fill(path::DELETE_SNAPSHOT, name), wish) in act;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

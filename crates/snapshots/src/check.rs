@@ -3,7 +3,8 @@
 //! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory; in a sentence's end that names the
 //! image.
 
-use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX, TEXT_LEN_MAX};
+use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX};
+use godwit_types::snapshots::SNAPSHOT_TEXT_LEN_MAX as TEXT_LEN_MAX;
 use godwit_types::vm::{DISK_GIB_MAX, DISKS_MAX};
 use std::collections::BTreeSet;
 
@@ -17,8 +18,14 @@ const ID_DIGITS: usize = 32;
 impl Images {
     /// Whether it can be true.
     pub fn check(&self) -> Result<(), Refusal> {
-        if self.images.len() > IMAGES_MAX {
+        if self.images.len().saturating_add(self.leaving.len()) > IMAGES_MAX {
             return Err(format!("more than {IMAGES_MAX} images are described"));
+        }
+        let mut leaving = self.leaving.keys();
+        if let Some(name) = leaving.find(|name| !is_file(name) || self.images.contains_key(*name)) {
+            return Err(format!(
+                "{name:?} is described as one that leaves, and does not"
+            ));
         }
         if self.bytes == 0 || self.bytes > DISK_GIB_MAX << 30 {
             return Err(format!("a disk of {} bytes is described", self.bytes));
@@ -103,14 +110,22 @@ impl Images {
     }
 }
 
+fn is_plain(name: &str) -> bool {
+    !name.chars().any(char::is_control)
+}
+
+/// In the disk's own directory.
+fn is_file(name: &str) -> bool {
+    let is_name = !name.contains('/') && !matches!(name, "" | "." | "..");
+    is_name && name.len() <= NAME_LEN_MAX && is_plain(name)
+}
+
 fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
-    let is_file = !name.is_empty() && name.len() <= NAME_LEN_MAX && !matches!(name, "." | "..");
-    let is_plain = |c: char| !c.is_control();
     let fits = match image.common {
-        true => name.starts_with('/') && name.len() <= PATH_LEN_MAX,
-        false => is_file && !name.contains('/'),
+        true => name.starts_with('/') && name.len() <= PATH_LEN_MAX && is_plain(name),
+        false => is_file(name),
     };
-    if !fits || !name.chars().all(is_plain) {
+    if !fits {
         return Err(format!("{name:?} is no name of an image"));
     }
     match (image.kind, &image.over) {
@@ -217,6 +232,12 @@ mod tests {
             &of("root.raw.d2", |image| image.common = true),
             "no name of an image",
         );
+        for name in ["root.raw", "../root"] {
+            refused(
+                &|images| drop(images.leaving.insert(name.into(), None)),
+                "does not",
+            );
+        }
         for name in ["../root", "a/b", "", "..", "a\nb"] {
             let named = |images: &mut Images| {
                 let image = images.images.get("root.raw").unwrap().clone();

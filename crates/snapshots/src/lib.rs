@@ -18,7 +18,7 @@
 mod check;
 mod tidying;
 
-pub use tidying::{Tidied, Tidying};
+pub use tidying::Tidying;
 
 use godwit_types::SnapshotName;
 use godwit_types::plant::planted;
@@ -31,9 +31,6 @@ pub const SNAPSHOTS_MAX: usize = 64;
 pub const CHAIN_MAX: usize = 32;
 /// Most images of a disk: as many moments as there may be, each with one that is just being given up.
 pub const IMAGES_MAX: usize = 2 * SNAPSHOTS_MAX + 2;
-/// Longest text that goes with a snapshot, bytes.
-pub const TEXT_LEN_MAX: usize = 1024;
-
 /// How an image holds its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -101,6 +98,9 @@ pub struct Images {
     pub after: Option<SnapshotName>,
     /// The number of the next file that is made for it: no name is given twice.
     pub next: u64,
+    /// Images that are part of it no more, and are to be removed; with what each says that it is.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub leaving: BTreeMap<String, Option<String>>,
 }
 
 /// An image that is to be made before a description names it: a delta that is empty.
@@ -131,13 +131,17 @@ impl Images {
             snapshots: Vec::new(),
             after: None,
             next: 1,
+            leaving: BTreeMap::new(),
         }
     }
 
     /// Whether it says no more than that the disk is one raw image.
     pub fn is_one_raw(&self) -> bool {
         let is_raw = |image: &Image| image.kind == Kind::Raw;
-        self.snapshots.is_empty() && self.images.len() == 1 && self.images.values().all(is_raw)
+        self.snapshots.is_empty()
+            && self.leaving.is_empty()
+            && self.images.len() == 1
+            && self.images.values().all(is_raw)
     }
 
     /// How the file is called that is made next for the disk whose own file has this name.
@@ -192,13 +196,8 @@ impl Images {
         self.next = self.next.saturating_add(1);
     }
 
-    /// Lets the disk be what it was at a snapshot, with this new top. Returns the former top, too, where nobody needs it any more: it is
-    /// removed once the description is durable.
-    pub fn revert(
-        &self,
-        name: &SnapshotName,
-        fresh: &Fresh,
-    ) -> Result<(Self, Option<String>), Refusal> {
+    /// Lets the disk be what it was at a snapshot, with this new top. The former top leaves.
+    pub fn revert(&self, name: &SnapshotName, fresh: &Fresh) -> Result<Self, Refusal> {
         let image = self.snapshot(name)?.image.clone();
         let (mut now, former) = (self.clone(), self.top.clone());
         let over = match planted("revert-over-former-layer") {
@@ -208,14 +207,25 @@ impl Images {
         now.put_top(fresh, over);
         now.after = Some(name.clone());
         // A raw image lies below everything; of a delta nothing lies over the top.
-        let goes = now
-            .images
-            .get(&former)
-            .is_some_and(|image| image.kind == Kind::Delta);
-        if goes {
-            now.images.remove(&former);
+        let is_delta = |image: &Image| image.kind == Kind::Delta;
+        if now.images.get(&former).is_some_and(is_delta) {
+            now.drop_image(&former);
         }
-        Ok((now.checked()?, goes.then_some(former)))
+        now.checked()
+    }
+
+    /// Leaves it out: it is to be removed, unless others may have it, too.
+    pub(crate) fn drop_image(&mut self, name: &str) {
+        if let Some(gone) = self.images.remove(name).filter(|gone| !gone.common) {
+            self.leaving.insert(name.to_owned(), gone.id);
+        }
+    }
+
+    /// Once these are removed that were leaving.
+    pub fn without(&self, removed: &[String]) -> Self {
+        let mut now = self.clone();
+        now.leaving.retain(|name, _| !removed.contains(name));
+        now
     }
 
     /// Forgets a snapshot: its content is not kept any more. Images stay until they are tidied.

@@ -21,14 +21,6 @@ pub enum Tidying {
     DownTop { image: String },
 }
 
-/// A description after a tidying, whose copying is done and durable.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Tidied {
-    pub images: Images,
-    /// The file that may be removed once the description is durable.
-    pub goes: Option<String>,
-}
-
 impl Images {
     /// The next image that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its name.
     pub fn unneeded(&self, bytes_of: impl Fn(&str) -> u64) -> Option<Tidying> {
@@ -70,39 +62,34 @@ impl Images {
         })
     }
 
-    /// The description once that is done.
-    pub fn tidied(&self, tidying: &Tidying) -> Tidied {
+    /// The description once that is done, and durable: what it makes unnecessary leaves.
+    pub fn tidied(&self, tidying: &Tidying) -> Self {
         let mut images = self.clone();
-        let goes = match tidying {
+        match tidying {
             Tidying::Drop { image } => images.drop_image(image),
             Tidying::Up { image, .. } => {
                 let below = images.below(image).map(str::to_owned);
                 images.put_over(image, below.as_deref());
-                images.drop_image(image)
+                images.drop_image(image);
             }
             Tidying::Down { image, above } => images.drop_into(above, image),
             Tidying::DownTop { image } => {
                 let top = std::mem::replace(&mut images.top, image.clone());
-                images.drop_into(&top, image)
+                images.drop_into(&top, image);
             }
-        };
-        Tidied { images, goes }
-    }
-
-    fn drop_image(&mut self, name: &str) -> Option<String> {
-        let gone = self.images.remove(name)?;
-        (!gone.common).then(|| name.to_owned())
+        }
+        images
     }
 
     /// One image's content is in another one, below it, which takes its place.
-    fn drop_into(&mut self, name: &str, into: &str) -> Option<String> {
+    fn drop_into(&mut self, name: &str, into: &str) {
         self.put_over(name, Some(into));
         let theirs = self
             .snapshots
             .iter_mut()
             .filter(|snapshot| snapshot.image == name);
         theirs.for_each(|snapshot| into.clone_into(&mut snapshot.image));
-        self.drop_image(name)
+        self.drop_image(name);
     }
 
     fn is_of_a_snapshot(&self, name: &str) -> bool {

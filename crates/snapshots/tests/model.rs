@@ -145,13 +145,24 @@ impl World {
         };
         let fresh = self.fresh();
         // A chain that would become too long is refused, and nothing has changed.
-        let Ok((reverted, goes)) = self.images.revert(&name, &fresh) else {
+        let Ok(reverted) = self.images.revert(&name, &fresh) else {
             self.files.remove(&fresh.name);
             return Ok(());
         };
         self.images = reverted;
         self.now = self.kept[&name].clone();
-        goes.map_or(Ok(()), |name| self.remove(&name))
+        self.may_remove()
+    }
+
+    /// Removes what leaves, unless it is killed before.
+    fn may_remove(&mut self) -> Result<(), String> {
+        if self.numbers.below(3) == 0 {
+            return Ok(());
+        }
+        let leaving: Vec<String> = self.images.leaving.keys().cloned().collect();
+        leaving.iter().try_for_each(|name| self.remove(name))?;
+        self.images = self.images.without(&leaving);
+        Ok(())
     }
 
     fn forget(&mut self) {
@@ -214,9 +225,8 @@ impl World {
             return Ok(());
         }
         *self.tidied.entry(name).or_default() += 1;
-        let tidied = self.images.tidied(&tidying);
-        self.images = tidied.images;
-        tidied.goes.map_or(Ok(()), |name| self.remove(&name))
+        self.images = self.images.tidied(&tidying);
+        self.may_remove()
     }
 
     fn check(&self) -> Result<(), String> {
@@ -229,7 +239,9 @@ impl World {
                 return Err(format!("snapshot '{}' has changed", snapshot.name));
             }
         }
-        let is_described = |name: &String| self.images.images.contains_key(name);
+        let is_described = |name: &String| {
+            self.images.images.contains_key(name) || self.images.leaving.contains_key(name)
+        };
         if let Some(name) = self
             .files
             .keys()
@@ -262,8 +274,9 @@ fn run(seed: u64) -> Result<BTreeMap<&'static str, u64>, String> {
         world.forget();
     }
     let mut left = 1000;
-    while world.next().is_some() && left > 0 {
+    while (world.next().is_some() || !world.images.leaving.is_empty()) && left > 0 {
         world.tidy()?;
+        world.may_remove()?;
         world.check()?;
         left -= 1;
     }

@@ -16,6 +16,7 @@ use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::image::KnownImage;
 use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
 use crate::site::{Claim, GiftOvertaken, Instance, RecordAnswer, SiteHost};
+use crate::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -401,6 +402,14 @@ pub enum VmRequest {
     ResizeDisk(ResizeDisk),
     /// Limit a disk, whether the guest runs or not; answered by `Done`.
     LimitDisk(LimitDisk),
+    /// The snapshots of the VM's disks; answered by `Snapshots`.
+    Snapshots,
+    /// Take a snapshot of them, whether the guest runs or not; answered by `Done`.
+    TakeSnapshot(TakeSnapshot),
+    /// Have disks be what they were at a snapshot, while the VM is off; answered by `Done`.
+    RevertSnapshot(SnapshotRequest),
+    /// Keep the content of a snapshot no longer; answered by `Done`.
+    DeleteSnapshot(SnapshotRequest),
     /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
     /// VM are on their way.
     Renew {
@@ -507,6 +516,7 @@ pub enum VmAnswer {
     DirtyRate(DirtyRate),
     Closing(ClosingVm),
     DiskMoves(DiskMoves),
+    Snapshots(Snapshots),
     /// Anything that went wrong.
     Error(ApiError),
 }

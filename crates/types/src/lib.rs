@@ -28,6 +28,7 @@ mod named;
 pub mod plant;
 mod round;
 pub mod site;
+pub mod snapshots;
 pub mod text;
 pub mod version;
 pub mod vm;

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Engine, Event, Filter, Image, Stack, Waits};
 use godwit_guestmem::RamFile;
 
@@ -65,6 +66,8 @@ pub struct Settings {
     pub waits: Waits,
     /// QEMU's connection, where another program had the disk until now.
     pub handed: Option<Handover>,
+    /// What lies above the image, from the lowest to the top, which alone is written; most disks have none.
+    pub deltas: Vec<Delta>,
 }
 
 impl Settings {
@@ -120,10 +123,17 @@ impl Device {
     pub(crate) fn new(settings: Settings) -> Result<Self, Error> {
         settings.check()?;
         let engine = Engine::new(settings.image)?;
+        let mut stack = Stack::new(settings.filters, engine);
+        if !settings.deltas.is_empty() {
+            let put = stack.put_deltas(settings.deltas);
+            put.map_err(|_| Error::Settings {
+                reason: "what lies above its image is of another length".to_owned(),
+            })?;
+        }
         let mut device = Self {
             name: settings.name,
             listener: Listener::new(settings.socket, settings.owner),
-            stack: Stack::new(settings.filters, engine),
+            stack,
             queues: Queue::all(&settings.geometry),
             guest: Guest::new(settings.ram, settings.geometry, 0),
             session: Session::default(),
@@ -203,6 +213,7 @@ impl Device {
             events.clear();
             self.after();
         }
+        self.close_deltas();
         Ok(())
     }
 
@@ -499,6 +510,12 @@ impl Device {
             }
             Command::HandOver(answer) => {
                 let _ = answer.send(self.hand_over());
+            }
+            Command::Settle(answer) => {
+                let _ = answer.send(self.settle());
+            }
+            Command::Layers(change, answer) => {
+                let _ = answer.send(self.change_layers(change));
             }
             Command::Status(answer) => {
                 let _ = answer.send(self.status());

@@ -9,12 +9,14 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_blockio::delta::Delta;
 use godwit_blockio::{Filter, Image};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::Error;
 use crate::disk::{Device, Settings};
 use crate::handover::Handover;
+use crate::layers::Change;
 use crate::rouse::rouse;
 
 /// How long its thread has for an answer.
@@ -42,6 +44,10 @@ pub(crate) enum Command {
     TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
     HandOver(Sender<Result<Handover, Error>>),
+    /// Makes durable what was answered.
+    Settle(Sender<Result<(), Error>>),
+    /// Has other deltas above the image.
+    Layers(Change, Sender<Result<(), Error>>),
     Status(Sender<Status>),
     Stop,
 }
@@ -105,6 +111,22 @@ impl Standing<'_> {
     /// is dropped; a program that ends before that leaves the connection to whoever has this.
     pub fn hand_over(&self) -> Result<Handover, Error> {
         self.disk.ask(Command::HandOver)?
+    }
+
+    /// Makes durable all that the guest was told; what the storage lost it hears with its next flush.
+    pub fn settle(&self) -> Result<(), Error> {
+        self.disk.ask(Command::Settle)?
+    }
+
+    /// Goes on with other deltas above its image, from the lowest to the top, over which the disk has the same content: `change` makes
+    /// them of those that it had, in the disk's thread. What was settled counts as durable. Where this fails the disk is to be ended: what
+    /// its guest asks for next would go to the wrong image.
+    pub fn change_layers(
+        &self,
+        change: impl FnOnce(Vec<Delta>) -> Result<Vec<Delta>, String> + Send + 'static,
+    ) -> Result<(), Error> {
+        self.disk
+            .ask(|answer| Command::Layers(Box::new(change), answer))?
     }
 
     /// Ends the disk: it takes nothing any more.
@@ -403,6 +425,7 @@ mod tests {
                 for_storage: false,
             },
             handed: None,
+            deltas: Vec::new(),
         })
         .unwrap();
         let mut holder = open();

@@ -26,6 +26,7 @@ mod full;
 mod handle;
 mod handover;
 pub mod inflight;
+mod layers;
 mod listener;
 pub mod message;
 mod own_image;

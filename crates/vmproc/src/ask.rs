@@ -13,7 +13,8 @@ use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
 use godwit_types::site::GiftOvertaken;
-use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
+use godwit_types::snapshots::TakeSnapshot;
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, SnapshotName};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -91,6 +92,16 @@ pub(crate) enum Now {
 pub(crate) enum Later {
     MeasureDirtyRate { millis: u64 },
     ResizeDisk(ResizeDisk),
+    Snapshots(AskSnapshots),
+}
+
+/// What is asked of snapshots.
+#[derive(Debug)]
+pub(crate) enum AskSnapshots {
+    List,
+    Take(TakeSnapshot),
+    Revert(SnapshotName),
+    Delete(SnapshotName),
 }
 
 impl Ask {
@@ -112,6 +123,14 @@ impl Ask {
                 return Ok(Self::Later(Later::MeasureDirtyRate { millis }));
             }
             VmRequest::ResizeDisk(wish) => return Ok(Self::Later(Later::ResizeDisk(wish))),
+            VmRequest::Snapshots => return Ok(Self::snapshots(AskSnapshots::List)),
+            VmRequest::TakeSnapshot(wish) => return Ok(Self::snapshots(AskSnapshots::Take(wish))),
+            VmRequest::RevertSnapshot(wish) => {
+                return Ok(Self::snapshots(AskSnapshots::Revert(wish.name)));
+            }
+            VmRequest::DeleteSnapshot(wish) => {
+                return Ok(Self::snapshots(AskSnapshots::Delete(wish.name)));
+            }
             VmRequest::MoveDisks { places } => Now::MoveDisks(places),
             VmRequest::PlanDiskMoves { places } => Now::PlanDiskMoves(places),
             VmRequest::DiskMoves => Now::DiskMoves,
@@ -150,6 +169,12 @@ impl Ask {
             VmRequest::Renew { program } => Now::Renew(program.into()),
             VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
         }))
+    }
+}
+
+impl Ask {
+    fn snapshots(ask: AskSnapshots) -> Self {
+        Self::Later(Later::Snapshots(ask))
     }
 }
 

@@ -33,7 +33,7 @@ impl Vm {
     fn may_move_disks(&self) -> Result<&Hyper, ApiError> {
         self.refuse_while_closing()?;
         self.refuse_while_moving()?;
-        self.refuse_while_resizing()?;
+        self.refuse_during_disk_order()?;
         if self.core.record().may_run().is_none() {
             let mut error = self.not_running();
             error
@@ -71,7 +71,7 @@ impl Vm {
 
     /// One that begins would begin with disks that are about to be others.
     pub(crate) fn refuse_while_disks_move(&self) -> Result<(), ApiError> {
-        self.refuse_while_resizing()?;
+        self.refuse_during_disk_order()?;
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks);
         if !disks.is_some_and(|disks| disks.are_moving() || disks.are_elsewhere()) {
             return Ok(());

@@ -22,6 +22,7 @@ mod in_place;
 mod keeping;
 mod kept;
 mod labelled;
+mod layers;
 mod left;
 mod making;
 mod moving;
@@ -30,8 +31,10 @@ mod record;
 mod resize;
 mod room;
 mod served;
+mod snapshots;
 mod switching;
 mod there;
+mod tidying;
 mod told;
 mod tracked;
 
@@ -135,7 +138,11 @@ impl Disks {
         if let (Err(_), Some(migration)) = (&begun, come) {
             came::unmake(paths, &migration.id);
         }
-        begun.map(|()| Self(Arc::new(served)))
+        begun.map(|()| {
+            let served = Arc::new(served);
+            served.begin_tidying();
+            Self(served)
+        })
     }
 
     /// Serves those of a QEMU that a predecessor left. What cannot be served is tried again with [`Self::mend`]. Refused where
@@ -190,12 +197,18 @@ impl Disks {
         if was_handed {
             reached("renewal.taken");
         }
+        served.begin_tidying();
         Ok(Self(served))
     }
 
     /// Writes again which images QEMU has where the state directory was put back from an older copy.
     pub(crate) fn keep(&self, spec: Option<&mut VmSpec>) -> Result<(), ApiError> {
         self.0.keep_written(spec).map_err(internal)
+    }
+
+    /// A disk that consists of several images, which do not go to another host together yet.
+    pub(crate) fn with_snapshots(&self) -> Option<String> {
+        lock(&self.0.layered).iter().next().cloned()
     }
 
     /// Whether QEMU has any that this process serves.

@@ -174,7 +174,7 @@ pub(crate) enum Input {
     /// A disk is moved on this host.
     DiskMoved,
     /// What was asked of a disk's size is done, or refused.
-    DiskResized,
+    DiskOrderEnded,
     /// The guest may go on which stands still until its disk has room, if it is still that wait.
     DiskMayHaveRoom { wait: u64 },
 }

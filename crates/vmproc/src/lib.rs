@@ -22,6 +22,7 @@ mod closing_tests;
 mod console;
 mod destination;
 mod disk_moves;
+mod disk_orders;
 mod disk_work;
 mod disks;
 mod faults;
@@ -51,6 +52,7 @@ mod resizing;
 mod room;
 mod server;
 mod shared_report;
+mod snapshotting;
 mod source;
 mod succession;
 #[cfg(test)]

@@ -184,6 +184,7 @@ impl Vm {
         self.refuse_cancelled(&spec.id)?;
         self.refuse_while_moving()?;
         self.refuse_while_disks_move()?;
+        self.refuse_with_snapshots()?;
         self.refuse_while_full()?;
         self.follow_disks();
         self.spec

@@ -230,7 +230,7 @@ impl Adopted {
             migration: None,
             measuring: None,
             disk_work: DiskWork::default(),
-            resizes: false,
+            disk_order: None,
             note: seat.note,
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),

@@ -206,7 +206,7 @@ impl Vm {
     /// Starts the guest. One that waits for its former host does not run, though its start is on record.
     fn start_guest(&mut self) -> Reply {
         self.refuse_while_closing()?;
-        self.refuse_while_resizing()?;
+        self.refuse_during_disk_order()?;
         let started = self.ask_or(Event::StartRequested, "runs", "runs already");
         let Status::InDoubt { peer, command, .. } = &self.status else {
             return started;
@@ -253,13 +253,14 @@ impl Vm {
 
     fn blockers(&mut self) -> Reply {
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
-        let reasons = hyper
+        let mut reasons = hyper
             .machine
             .blocked_reasons(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
         // As a migration is refused that begins.
         self.refuse_while_disks_move()?;
         self.refuse_while_full()?;
+        reasons.extend(self.keeps_for_snapshots());
         Ok(VmAnswer::Blockers(reasons))
     }
 

@@ -5,6 +5,7 @@
 
 use crate::ask::{Later, Now};
 use crate::came::Came;
+use crate::disk_orders::DiskOrder;
 use crate::disk_work::DiskWork;
 use crate::disks;
 use crate::faults::{cont_without_permit, patience, planted, reached};
@@ -68,8 +69,8 @@ pub(crate) struct Vm {
     pub measuring: Option<Measuring>,
     /// Work on what is left of disks without a QEMU.
     pub disk_work: DiskWork,
-    /// Whether a thread makes a disk larger.
-    pub resizes: bool,
+    /// What a thread does with the VM's disks.
+    pub disk_order: Option<DiskOrder>,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
     /// Reports that could not be written yet.
@@ -226,7 +227,7 @@ impl Vm {
     pub(crate) fn is_idle(&mut self) -> bool {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
-            || self.resizes
+            || self.disk_order.is_some()
             || self.disk_work.is_under_way()
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
@@ -262,6 +263,7 @@ impl Vm {
                 match request.ask {
                     Later::MeasureDirtyRate { millis } => self.measure(millis, request.reply),
                     Later::ResizeDisk(wish) => self.resize_disk(wish, request.reply),
+                    Later::Snapshots(ask) => self.snapshots(ask, request.reply),
                 }
             }
             Input::Guest {
@@ -275,7 +277,7 @@ impl Vm {
             }
             Input::Measured => self.measuring = None,
             Input::DiskMoved => self.follow_disks(),
-            Input::DiskResized => self.resizes = false,
+            Input::DiskOrderEnded => self.disk_order = None,
             Input::DiskMayHaveRoom { wait } => self.may_have_room(wait),
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();

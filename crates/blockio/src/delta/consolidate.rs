@@ -72,7 +72,7 @@ pub fn consolidate(
 }
 
 /// As a hole, as zeros that take room, or written, whatever the image can.
-fn zero(to: &File, range: &std::ops::Range<u64>) -> Result<(), Errno> {
+pub(super) fn zero(to: &File, range: &std::ops::Range<u64>) -> Result<(), Errno> {
     let len = range.end - range.start;
     for how in [FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE] {
         match rustix::fs::fallocate(to, how | FallocateFlags::KEEP_SIZE, range.start, len) {

@@ -83,6 +83,27 @@ pub fn describe_base(
     })
 }
 
+/// Has a delta's descriptor name another parent, over which the delta has the same content: for others who read the chain.
+pub fn describe_over(descriptor: &Path, parent: &Parent) -> Result<(), Error> {
+    let described = Descriptor {
+        parent: Some(parent.clone()),
+        ..super::read_descriptor(descriptor)?
+    };
+    let text = described.encode();
+    let text = text.map_err(|why| unusable(descriptor, &why.to_string()))?;
+    let fresh = with_suffix(descriptor, ".new");
+    let written = make_fresh(&fresh).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&fresh, descriptor)
+    });
+    written.map_err(|source| Error::Image {
+        action: "describe",
+        path: descriptor.to_owned(),
+        source,
+    })
+}
+
 /// The name of a descriptor without its end, and that of the extent beside it.
 fn extent_of(descriptor: &Path) -> Result<(String, String), Error> {
     let name = descriptor.file_name().and_then(|name| name.to_str());

@@ -14,6 +14,7 @@
 mod consolidate;
 mod make;
 mod map;
+mod merge;
 mod tables;
 
 use std::fs::{File, OpenOptions};
@@ -24,12 +25,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use godwit_delta::{
-    Descriptor, GRAIN, Id, Kind, LABEL_AT, Label, Layout, Refused, States, Use, header, table,
+    Descriptor, GRAIN, Grain, Id, Kind, LABEL_AT, Label, Layout, Refused, States, Use, header,
+    table,
 };
 
 pub use consolidate::{Consolidated, consolidate};
-pub use make::{NewDelta, create, describe_base};
+pub use make::{NewDelta, create, describe_base, describe_over};
 pub use map::Words;
+pub use merge::{Merged, Target, merge};
 use tables::Unread;
 
 use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
@@ -87,42 +90,49 @@ impl Delta {
         outliving: Outliving<'_>,
     ) -> Result<Self, Error> {
         let found = Found::open(descriptor, Access::ReadWrite, opening)?;
-        let whose = (found.label.id, outliving.boot);
-        let of_map = |source| Error::Image {
-            action: "keep the states of",
-            path: found.image.path().to_owned(),
-            source,
-        };
-        let kept = match found.label.in_use {
-            Use::Frozen => {
-                return Err(found.unusable("it is frozen: nothing is written to it any more"));
-            }
-            Use::Open { boot } if boot == outliving.boot => {
-                let kept = Words::find(outliving.map, &found.layout, whose).map_err(of_map)?;
-                if kept.is_none() && !outliving.no_guest_lives {
-                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
-                    return Err(found.unusable(why));
-                }
-                kept
-            }
-            Use::Open { .. } | Use::Closed => None,
-        };
-        let states = match kept {
-            Some(kept) => found.over(kept)?,
-            None => {
-                let made = Words::create(outliving.map, &found.layout, whose).map_err(of_map)?;
-                let states = found.over(made)?;
-                found.load(&states)?;
-                states
-            }
-        };
-        let map = Some(outliving.map.to_owned());
-        let mut delta = found.into_delta(states, opening.name, map);
-        let boot = outliving.boot;
-        delta.say(Use::Open { boot })?;
-        Ok(delta)
+        if found.label.in_use == Use::Frozen {
+            return Err(found.unusable("it is frozen: nothing is written to it any more"));
+        }
+        found.into_top(opening, outliving)
     }
 
+    /// A parent whose extent is open, which must be this delta; nothing where it was not closed, and is to be opened as a top and frozen first.
+    pub fn parent_of(
+        (file, path): (File, &Path),
+        id: Id,
+        opening: Opening<'_>,
+    ) -> Result<Option<Self>, Error> {
+        let found = Found::locked((file, path), Access::ReadOnly, opening)?;
+        found.must_be(id)?;
+        if let Use::Open { .. } = found.label.in_use {
+            return Ok(None);
+        }
+        let states = found.own_states()?;
+        Ok(Some(found.into_delta(states, opening.name, None)))
+    }
+
+    /// A top whose extent is open, which must be this delta. One that was frozen is written again: whoever calls this knows that nothing lies
+    /// over it any more.
+    pub fn top_of(
+        (file, path): (File, &Path),
+        id: Id,
+        opening: Opening<'_>,
+        outliving: Outliving<'_>,
+    ) -> Result<Self, Error> {
+        let found = Found::locked((file, path), Access::ReadWrite, opening)?;
+        found.must_be(id)?;
+        found.into_top(opening, outliving)
+    }
+
+    /// One whose extent is open, which must be this delta, as its tables have it, and without a lock: for whoever has that of all that lies below
+    /// and above it, and moves content between them.
+    pub fn unlocked((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<Self, Error> {
+        let image = Image::of(file, path, Access::ReadWrite, block_bytes)?;
+        let found = Found::of(image)?;
+        found.must_be(id)?;
+        let states = found.own_states()?;
+        Ok(found.into_delta(states, "", None))
+    }
     /// A last round: from here on it is complete by its tables alone, and read-only. It stays open, as a parent. Nothing may be under way,
     /// and nothing may be written to it any more.
     pub fn freeze(&mut self) -> Result<(), Error> {
@@ -240,8 +250,25 @@ impl Found {
             path: path.clone(),
             source,
         })?;
-        let mut image = Image::of(file, &path, access, opening.block_bytes)?;
+        let found = Self::locked((file, &path), access, opening)?;
+        if found.layout.disk_bytes() != said.bytes || found.label.id.cid() != said.cid {
+            return Err(found.unusable("its descriptor is another delta's"));
+        }
+        Ok(found)
+    }
+
+    fn locked(
+        (file, path): (File, &Path),
+        access: Access,
+        opening: Opening<'_>,
+    ) -> Result<Self, Error> {
+        let mut image = Image::of(file, path, access, opening.block_bytes)?;
         image.lock(opening.name, opening.patience)?;
+        Self::of(image)
+    }
+
+    fn of(image: Image) -> Result<Self, Error> {
+        let path = image.path().to_owned();
         let mut head = Buffer::zeroed(2 * GRAIN as usize);
         let read = file_of(image.as_fd()).and_then(|file| file.read_exact_at(head.bytes_mut(), 0));
         read.map_err(|source| Error::Image {
@@ -256,14 +283,18 @@ impl Found {
             layout,
             label,
         };
-        if layout.disk_bytes() != said.bytes || label.id.cid() != said.cid {
-            return Err(found.unusable("its descriptor is another delta's"));
-        }
-        if found.image.bytes() < layout.file_bytes() {
+        if found.image.bytes() < found.layout.file_bytes() {
             return Err(found.unusable("it is cut short"));
         }
         found.check_directory()?;
         Ok(found)
+    }
+
+    fn must_be(&self, id: Id) -> Result<(), Error> {
+        match self.label.id == id {
+            true => Ok(()),
+            false => Err(self.unusable("it is another delta than the one that is described")),
+        }
     }
 
     fn check_directory(&self) -> Result<(), Error> {
@@ -292,6 +323,40 @@ impl Found {
             Err(Unread::System(source)) => Err(self.failed(source)),
             Err(Unread::Refused(why)) => Err(self.unusable(&why.to_string())),
         }
+    }
+
+    fn into_top(self, opening: Opening<'_>, outliving: Outliving<'_>) -> Result<Delta, Error> {
+        let whose = (self.label.id, outliving.boot);
+        let of_map = |source| Error::Image {
+            action: "keep the states of",
+            path: self.image.path().to_owned(),
+            source,
+        };
+        let kept = match self.label.in_use {
+            Use::Open { boot } if boot == outliving.boot => {
+                let kept = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
+                if kept.is_none() && !outliving.no_guest_lives {
+                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
+                    return Err(self.unusable(why));
+                }
+                kept
+            }
+            Use::Open { .. } | Use::Closed | Use::Frozen => None,
+        };
+        let states = match kept {
+            Some(kept) => self.over(kept)?,
+            None => {
+                let made = Words::create(outliving.map, &self.layout, whose).map_err(of_map)?;
+                let states = self.over(made)?;
+                self.load(&states)?;
+                states
+            }
+        };
+        let map = Some(outliving.map.to_owned());
+        let mut delta = self.into_delta(states, opening.name, map);
+        let boot = outliving.boot;
+        delta.say(Use::Open { boot })?;
+        Ok(delta)
     }
 
     fn into_delta(self, states: States<Words>, name: &str, map: Option<PathBuf>) -> Delta {
@@ -346,6 +411,26 @@ impl Stack<Engine> {
         }
     }
 
+    /// Makes durable all that was answered, and what says where it is. Only while nothing is under way; else there is no answer.
+    pub fn settle(&mut self) -> Option<Result<(), Error>> {
+        if !self.is_idle() {
+            return None;
+        }
+        let synced = match self.bottom.layers()?.0.last() {
+            Some(top) => {
+                let settled = tables::settle(&top.image, &top.layout, &top.states);
+                return Some(settled.map_err(|source| top.failed("make durable", source)));
+            }
+            None => rustix::fs::fdatasync(self.bottom.image()?.as_fd()),
+        };
+        let path = self.bottom.image()?.path().to_owned();
+        Some(synced.map_err(|errno| Error::Image {
+            action: "make durable",
+            path,
+            source: errno.into(),
+        }))
+    }
+
     /// Takes the deltas away again, from the lowest to the top: only while nothing is under way. From then on requests go to the disk's image.
     pub fn take_deltas(&mut self) -> Option<Vec<Delta>> {
         if !self.take_foot() {
@@ -354,6 +439,16 @@ impl Stack<Engine> {
         let layers = self.bottom.layers()?;
         Some(std::mem::take(&mut layers.0))
     }
+}
+
+/// Whether this is an extent of ours that holds nothing.
+pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> bool {
+    let image = Image::of(file, path, Access::ReadWrite, block_bytes);
+    let found = image.and_then(Found::of).ok();
+    let found = found.filter(|found| !matches!(found.label.in_use, Use::Open { .. }));
+    let states = found.and_then(|found| found.own_states().ok());
+    states
+        .is_some_and(|states| states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
 }
 
 /// Reads a descriptor and no more of it than one may have.

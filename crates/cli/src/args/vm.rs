@@ -6,7 +6,7 @@ use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
 use godwit_types::disk_move::{Method, Optimisation};
 use godwit_types::vm::{DISK_GIB_MAX, DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, EncryptionMode};
-use godwit_types::{DatastoreName, HostName, VmName};
+use godwit_types::{DatastoreName, HostName, SnapshotName, VmName};
 use std::path::PathBuf;
 
 /// Virtual machines.
@@ -149,6 +149,11 @@ pub enum VmCommand {
         after_help = "Examples:\n  godwit vm limit-disk web root --iops 500\n  godwit vm limit-disk web root --iops 500 --mib-per-s 50\n  godwit vm limit-disk web root --none"
     )]
     LimitDisk(VmLimitDisk),
+    /// Snapshots of a VM's disks
+    ///
+    /// A snapshot keeps what all disks hold that the guest may write at one moment; the guest runs on. It is no backup: it lies beside the disk, and is lost with it.
+    #[command(subcommand)]
+    Snapshot(VmSnapshotCommand),
     /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
         after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
@@ -162,6 +167,59 @@ pub enum VmCommand {
         /// Print the last of what the guest wrote, also on a terminal
         #[arg(long)]
         print: bool,
+    },
+}
+
+/// What to do with snapshots.
+#[derive(Debug, Subcommand)]
+pub enum VmSnapshotCommand {
+    /// Take one, whether the guest runs or not
+    ///
+    /// A guest that runs waits for a moment. What it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut.
+    #[command(
+        after_help = "Example:\n  godwit vm snapshot create web clean --text 'before the update'"
+    )]
+    Create {
+        /// The VM
+        vm: VmName,
+        /// Its name, unique in the VM
+        name: SnapshotName,
+        /// What to know of it later
+        #[arg(
+            long,
+            value_name = "TEXT",
+            default_value = "",
+            hide_default_value = true
+        )]
+        text: String,
+    },
+    /// List them, each below the one that it came after
+    #[command(after_help = "Example:\n  godwit vm snapshot list web")]
+    List {
+        /// The VM
+        vm: VmName,
+    },
+    /// Have the disks be what they were then; the VM must be off
+    ///
+    /// What the disks hold now is lost, unless a snapshot of it was taken. The snapshot stays, and so do later ones.
+    #[command(
+        after_help = "Example:\n  godwit vm stop web --wait\n  godwit vm snapshot revert web clean\n  godwit vm start web"
+    )]
+    Revert {
+        /// The VM
+        vm: VmName,
+        /// The snapshot
+        name: SnapshotName,
+    },
+    /// Delete one; the disks and the other snapshots stay as they are
+    ///
+    /// What only this snapshot needs is merged while the guest runs on.
+    #[command(after_help = "Example:\n  godwit vm snapshot delete web clean")]
+    Delete {
+        /// The VM
+        vm: VmName,
+        /// The snapshot
+        name: SnapshotName,
     },
 }
 

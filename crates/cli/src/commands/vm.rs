@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 mod disk_bar;
 mod move_disk;
+mod snapshot;
 mod start;
 mod stop;
 
@@ -93,6 +94,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
         VmCommand::ResizeDisk(arguments) => resize_disk(arguments, global, output).await,
         VmCommand::LimitDisk(arguments) => limit_disk(arguments, global, output).await,
+        VmCommand::Snapshot(command) => snapshot::snapshot(command, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {
             console::console(vm, host, print, global, output).await

@@ -11,6 +11,7 @@ mod metrics;
 mod migrations;
 mod operators;
 mod site;
+mod snapshots;
 mod vms;
 
 use crate::app::App;
@@ -59,6 +60,9 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         ))
         .routes(routes!(vms::resize_disk))
         .routes(routes!(vms::limit_disk))
+        .routes(routes!(snapshots::list, snapshots::take))
+        .routes(routes!(snapshots::revert))
+        .routes(routes!(snapshots::delete))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

@@ -128,6 +128,7 @@ impl Site {
                 for_storage: false,
             },
             handed: None,
+            deltas: Vec::new(),
         }
     }
 

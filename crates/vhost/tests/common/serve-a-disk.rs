@@ -46,6 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             for_storage: false,
         },
         handed: None,
+        deltas: Vec::new(),
     })?;
     // The test holds the other end: one that was killed leaves nothing behind.
     std::io::stdin().read_to_end(&mut Vec::new())?;

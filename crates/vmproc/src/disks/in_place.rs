@@ -10,6 +10,7 @@
 use super::claim::Taking;
 use super::history;
 use super::labelled::name_in;
+use super::layers::{has_layers, has_snapshots};
 use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::{Served, ServedDisks};
@@ -202,6 +203,10 @@ impl Served {
         })?;
         if spec.read_only {
             return Err(self.not_so(&format!("its guest only reads disk '{name}', which is not moved: copy the file, and describe the VM anew while it is off")));
+        }
+        if has_layers(&spec.path) {
+            let why = has_snapshots("moved");
+            return Err(self.not_so(&format!("its disk '{name}' is not moved: {why}")));
         }
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));

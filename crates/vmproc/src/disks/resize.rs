@@ -7,6 +7,7 @@
 
 use super::claim::{as_opener, bears_record, fresh_id, is_device, named};
 use super::labelled::device_in;
+use super::layers::{has_layers, has_snapshots};
 use super::left::of_earlier;
 use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
@@ -41,6 +42,7 @@ impl Disks {
         let (index, spec) = found.ok_or_else(|| has_no_disk(&served.config, &wish.disk))?;
         let refused = |why: &dyn Display| served.refused(spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
+        must_be_one_image(spec).map_err(|why| refused(&why))?;
         let disk = served.disk(index).map_err(|why| refused(&why))?;
         let status = disk.status().map_err(|error| refused(&error))?;
         if served.held().is_none() || !status.has_image {
@@ -98,6 +100,18 @@ impl AtRest {
         let spec = spec.ok_or_else(|| has_no_disk(&self.config, &wish.disk))?;
         let refused = |why: &dyn Display| refused(&self.config, spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
+        must_be_one_image(spec).map_err(|why| refused(&why))?;
+        let (image, on) = self.lock(spec)?;
+        let bytes = on
+            .grow(image.as_fd(), wish.bytes(), spec.shared)
+            .map_err(|why| refused(&not_grown(spec, &why)))?;
+        let what = format!("{} now", size(bytes));
+        Ok(done(&self.config, wish, &what, image.as_fd()))
+    }
+
+    /// Opens a disk's image, which nobody else has from here on until it is dropped, and which is this VM's.
+    fn lock(&self, spec: &DiskSpec) -> Result<(Image, OnDevice), ApiError> {
+        let refused = |why: &dyn Display| refused(&self.config, spec, why);
         let file = open_file(&self.config, spec, self.owner())?;
         let path = Path::new(&spec.path);
         let earlier = of_earlier(&self.paths, &self.spec.disks);
@@ -121,14 +135,16 @@ impl AtRest {
             self.must_be_ours(spec, image.as_fd())
                 .map_err(|why| refused(&why))?;
         }
-        let bytes = on
-            .grow(image.as_fd(), wish.bytes(), spec.shared)
-            .map_err(|why| refused(&not_grown(spec, &why)))?;
-        let what = format!("{} now", size(bytes));
-        Ok(done(&self.config, wish, &what, image.as_fd()))
+        Ok((image, on))
     }
 
-    fn owner(&self) -> user::User {
+    /// The same of several disks.
+    pub(super) fn lock_all(&self, specs: &[DiskSpec]) -> Result<Vec<Image>, ApiError> {
+        let lock = |spec| self.lock(spec).map(|(image, _)| image);
+        specs.iter().map(lock).collect()
+    }
+
+    pub(super) fn owner(&self) -> user::User {
         let reserved = reserved(&self.config);
         user::of_disks(common_user(&self.config, &reserved), &self.spec)
     }
@@ -208,6 +224,13 @@ fn must_be_written(spec: &DiskSpec) -> Result<(), &'static str> {
         true => Err(
             "its guest only reads it: while the VM is off, make its file longer with 'truncate -s SIZE FILE'",
         ),
+        false => Ok(()),
+    }
+}
+
+fn must_be_one_image(spec: &DiskSpec) -> Result<(), String> {
+    match has_layers(&spec.path) {
+        true => Err(has_snapshots("made larger")),
         false => Ok(()),
     }
 }

@@ -20,6 +20,7 @@ use crate::faults::planted;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
+use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
 use godwit_qemu::disk::identity_of_open;
@@ -34,7 +35,7 @@ use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Handover, Settings};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -120,6 +121,12 @@ pub(super) struct Served {
     /// with a permit.
     pub(super) held: Mutex<Option<Generation>>,
     pub(super) keeping: Keeping,
+    /// Held by whoever writes down what disks with snapshots consist of.
+    pub(super) descriptions: Mutex<()>,
+    /// Disks that consist of more than their own image, by name.
+    pub(super) layered: Mutex<BTreeSet<String>>,
+    /// Whether a thread gives up images that nobody needs.
+    pub(super) tidies: AtomicBool,
     /// QEMU's connections to them, by their places, that the program before this one had.
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
@@ -158,6 +165,9 @@ impl Served {
             filling: Mutex::default(),
             held: Mutex::new(held),
             keeping: Keeping::default(),
+            descriptions: Mutex::default(),
+            layered: Mutex::default(),
+            tidies: AtomicBool::new(false),
             handed: Mutex::default(),
         }
     }
@@ -264,9 +274,40 @@ impl Served {
         for (index, image) in images.into_iter().enumerate() {
             let disk = what.disks.get(index);
             let takes = disk.is_some_and(|disk| self.takes(disk));
-            self.start(index, image, takes)?;
+            self.start(index, image, (takes, true))?;
         }
         Ok(())
+    }
+
+    /// What lies above a disk's image, where that has snapshots.
+    fn deltas(
+        &self,
+        (spec, image): (&DiskSpec, &Image),
+        (has_image, no_guest_lives): (bool, bool),
+    ) -> Result<Vec<Delta>, ApiError> {
+        let refused = |why: &dyn std::fmt::Display| self.refused(spec, why);
+        let all = self.all();
+        let place = all.place(spec);
+        let Some(images) = place.load().map_err(|why| refused(&why))? else {
+            return Ok(Vec::new());
+        };
+        if spec.read_only || !has_image {
+            return Err(refused(&format!(
+                "the image {} belongs to a disk with snapshots, and holds a part of it: it is served to that one alone, on the host that has it",
+                spec.path
+            )));
+        }
+        if images.bytes != image.bytes() {
+            return Err(refused(&format!(
+                "the image {} has {} bytes, and what is above it {}: put back what belongs together",
+                spec.path,
+                image.bytes(),
+                images.bytes
+            )));
+        }
+        lock(&self.layered).insert(spec.name.clone());
+        let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
+        deltas.map_err(|why| refused(&why))
     }
 
     /// The generation under which the guest may be running.
@@ -398,7 +439,7 @@ impl Served {
             )));
         }
         known.into_iter().for_each(|known| self.keep_later(known));
-        self.start(index, image, taken)?;
+        self.start(index, image, (taken, false))?;
         // A permit may have come meanwhile, and found no disk here.
         let disk = lock(&self.disks).get(index).and_then(Option::clone);
         match (disk, self.held()) {
@@ -411,12 +452,13 @@ impl Served {
         &self,
         index: usize,
         image: Image,
-        has_image: bool,
+        (has_image, no_guest_lives): (bool, bool),
     ) -> Result<(), ApiError> {
         let what = self.what();
         let Some(spec) = what.disks.get(index) else {
             return Ok(());
         };
+        let deltas = self.deltas((spec, &image), (has_image, no_guest_lives))?;
         let disk = Disk::start(Settings {
             name: spec.name.clone(),
             socket: self.paths.ram_files.disk_socket(what.launch, index),
@@ -428,6 +470,7 @@ impl Served {
             has_image,
             waits: waits_of(spec),
             handed: lock(&self.handed).remove(&index),
+            deltas,
         });
         let disk = disk.map_err(|error| self.refused(spec, &error))?;
         let mut disks = lock(&self.disks);

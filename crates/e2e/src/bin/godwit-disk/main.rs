@@ -109,6 +109,7 @@ fn serve(arguments: &Arguments) -> Result<Disk> {
             for_storage: false,
         },
         handed: None,
+        deltas: Vec::new(),
     })?;
     Ok(disk)
 }

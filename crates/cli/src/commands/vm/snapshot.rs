@@ -1,0 +1,146 @@
+//! `godwit vm snapshot`: has snapshots of a VM's disks taken, gone back to and deleted, and lists them as a tree.
+//!
+//! Owns nothing. Refuses nothing by itself.
+
+use super::{controller, order};
+use crate::args::{Global, VmSnapshotCommand};
+use crate::exit::CommandResult;
+use crate::figures::{amount, moment};
+use crate::output::Output;
+use crate::wait::{of_vm, saying};
+use crate::watch::failure;
+use godwit_rpc::ControllerClient;
+use godwit_types::snapshots::{SnapshotRequest, SnapshotView, Snapshots, TakeSnapshot};
+use godwit_types::text::listed;
+use godwit_types::{SnapshotName, VmName};
+
+pub(super) async fn snapshot(
+    command: VmSnapshotCommand,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
+    match command {
+        VmSnapshotCommand::Create { vm, name, text } => {
+            let wish = TakeSnapshot { name, text };
+            let take = async |client: &ControllerClient| client.take_snapshot(&vm, &wish).await;
+            order(&vm, take, global, output).await
+        }
+        VmSnapshotCommand::List { vm } => list(&vm, global, output).await,
+        VmSnapshotCommand::Revert { vm, name } => {
+            let wish = SnapshotRequest { name };
+            let revert = async |client: &ControllerClient| client.revert_snapshot(&vm, &wish).await;
+            order(&vm, revert, global, output).await
+        }
+        VmSnapshotCommand::Delete { vm, name } => {
+            let wish = SnapshotRequest { name };
+            let delete = async |client: &ControllerClient| client.delete_snapshot(&vm, &wish).await;
+            order(&vm, delete, global, output).await
+        }
+    }
+}
+
+async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
+    let client = controller(global)?;
+    let found = saying(of_vm(&client, vm), client.snapshots(vm)).await;
+    let found = found.map_err(failure)?;
+    output.show(&found, |output, found| {
+        if found.snapshots.is_empty() {
+            output.line(format!("VM '{vm}' has no snapshots"));
+        } else {
+            let header = ["SNAPSHOT", "TAKEN", "OWN IMAGES", "DISKS", "TEXT"];
+            output.table(&header, rows(found));
+        }
+        if let Some(left) = left_of_deleted(found) {
+            output.line(left);
+        }
+    });
+    Ok(())
+}
+
+fn left_of_deleted(found: &Snapshots) -> Option<String> {
+    match found.unneeded_images {
+        0 => None,
+        1 => Some("one image of deleted snapshots is merged while the guest runs".into()),
+        images => Some(format!(
+            "{images} images of deleted snapshots are merged while the guest runs"
+        )),
+    }
+}
+
+/// A tree: what came after a snapshot is below it and further to the right.
+fn rows(found: &Snapshots) -> Vec<Vec<String>> {
+    let mut rows = Vec::new();
+    let mut waiting: Vec<(&SnapshotView, usize)> =
+        after(found, None).rev().map(|one| (one, 0)).collect();
+    while let Some((snapshot, depth)) = waiting.pop() {
+        let is_now = found.after.as_ref() == Some(&snapshot.name);
+        let mark = if is_now {
+            "  <- the disks came after it"
+        } else {
+            ""
+        };
+        rows.push(vec![
+            format!("{}{}{mark}", "  ".repeat(depth), snapshot.name),
+            moment(snapshot.made_unix_s),
+            amount(snapshot.bytes),
+            listed(&snapshot.disks),
+            snapshot.text.clone(),
+        ]);
+        let name = Some(&snapshot.name);
+        waiting.extend(after(found, name).rev().map(|one| (one, depth + 1)));
+    }
+    rows
+}
+
+fn after<'a>(
+    found: &'a Snapshots,
+    name: Option<&'a SnapshotName>,
+) -> impl DoubleEndedIterator<Item = &'a SnapshotView> {
+    let all = found.snapshots.iter();
+    all.filter(move |snapshot| snapshot.after.as_ref() == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(name: &str, after: Option<&str>) -> SnapshotView {
+        let named = |name| SnapshotName::new(name).unwrap();
+        SnapshotView {
+            name: named(name),
+            after: after.map(named),
+            made_unix_s: 1_800_000_000,
+            text: String::new(),
+            quiesced: false,
+            disks: vec!["root".into(), "data".into()],
+            bytes: 3 << 20,
+        }
+    }
+
+    #[test]
+    fn snapshots_are_listed_below_the_one_that_they_came_after() {
+        let found = Snapshots {
+            snapshots: vec![
+                view("clean", None),
+                view("updated", Some("clean")),
+                view("other", Some("clean")),
+                view("later", Some("updated")),
+            ],
+            after: Some(SnapshotName::new("other").unwrap()),
+            unneeded_images: 2,
+        };
+        let names: Vec<String> = rows(&found).into_iter().map(|row| row[0].clone()).collect();
+        assert_eq!(
+            names,
+            [
+                "clean",
+                "  updated",
+                "    later",
+                "  other  <- the disks came after it"
+            ]
+        );
+        assert_eq!(rows(&found)[0][2..4], ["3 MiB", "root, data"]);
+        let left = left_of_deleted(&found).unwrap();
+        assert!(left.starts_with("2 images"), "{left}");
+    }
+}

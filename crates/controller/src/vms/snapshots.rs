@@ -1,0 +1,62 @@
+//! Snapshots of a VM's disks: taken, gone back to and deleted by the host that holds the VM, which alone knows them.
+//!
+//! Owns nothing. Refuses: to begin for a VM that moves to another host, and one that no host has.
+
+use super::move_disks::{host_of, must_stay};
+use crate::app::App;
+use crate::error::{Outcome, refuse, unknown_vm};
+use godwit_rpc::{AgentClient, ClientError};
+use godwit_types::control_api::Done;
+use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
+use godwit_types::{ApiError, ErrorCode, VmName};
+
+pub async fn snapshots(app: &App, name: &VmName) -> Outcome<Snapshots> {
+    let (host, agent) = host_of(app, name)?;
+    let found = agent.snapshots(name).await;
+    found.map_err(|error| ApiError::from(error).on_host(&host))
+}
+
+pub async fn take_snapshot(app: &App, name: &VmName, wish: &TakeSnapshot) -> Outcome<Done> {
+    wish.check()?;
+    order(app, name, async |agent| {
+        agent.take_snapshot(name, wish).await
+    })
+    .await
+}
+
+/// Has disks be what they were then.
+pub async fn revert_snapshot(app: &App, name: &VmName, wish: &SnapshotRequest) -> Outcome<Done> {
+    order(app, name, async |agent| {
+        agent.revert_snapshot(name, wish).await
+    })
+    .await
+}
+
+pub async fn delete_snapshot(app: &App, name: &VmName, wish: &SnapshotRequest) -> Outcome<Done> {
+    order(app, name, async |agent| {
+        agent.delete_snapshot(name, wish).await
+    })
+    .await
+}
+
+async fn order(
+    app: &App,
+    name: &VmName,
+    ordered: impl AsyncFnOnce(&AgentClient) -> Result<Done, ClientError>,
+) -> Outcome<Done> {
+    app.until_taken_over(name).await;
+    let _turn = app.vm_turns.take(name).await;
+    must_stay(app, name)?;
+    if !app.state().vms.contains_key(name) {
+        return Err(unknown_vm(name));
+    }
+    if app.state().place(name).is_none() {
+        let message =
+            format!("no host has VM {name} yet, and its disks hold nothing: start it first");
+        return refuse(ErrorCode::WrongState, message);
+    }
+    let (host, agent) = host_of(app, name)?;
+    let done = ordered(&agent).await;
+    app.tell_vm(name);
+    done.map_err(|error| ApiError::from(error).on_host(&host))
+}

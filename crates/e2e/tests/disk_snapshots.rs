@@ -1,0 +1,302 @@
+//! Snapshots of a disk whose guest writes to it: taken, gone back to and deleted, also by a process that dies in the middle.
+
+mod disk_site;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use disk_site::{BYTES, LONG, LOOK_EVERY, Site, dies_at, has_died, progress};
+use godwit_testkit::guest::boot_disk;
+use godwit_types::SnapshotName;
+use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
+use godwit_types::vm::VmState;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+fn named(name: &str) -> Result<SnapshotName> {
+    Ok(SnapshotName::new(name)?)
+}
+
+fn take(site: &Site, name: &str) -> Result<String> {
+    let (name, text) = (named(name)?, String::new());
+    done(site, &VmRequest::TakeSnapshot(TakeSnapshot { name, text }))
+}
+
+fn delete(site: &Site, name: &str) -> Result<String> {
+    let name = named(name)?;
+    done(site, &VmRequest::DeleteSnapshot(SnapshotRequest { name }))
+}
+
+fn revert(site: &Site, name: &str) -> Result<String> {
+    let name = named(name)?;
+    done(site, &VmRequest::RevertSnapshot(SnapshotRequest { name }))
+}
+
+fn done(site: &Site, request: &VmRequest) -> Result<String> {
+    match site.pair.a.ask(request)? {
+        VmAnswer::Done(said) => Ok(said),
+        other => bail!("{other:?}"),
+    }
+}
+
+fn list(site: &Site) -> Result<Snapshots> {
+    match site.pair.a.ask(&VmRequest::Snapshots)? {
+        VmAnswer::Snapshots(snapshots) => Ok(snapshots),
+        other => bail!("{other:?}"),
+    }
+}
+
+fn names(site: &Site) -> Result<Vec<String>> {
+    let listed = list(site)?.snapshots.into_iter();
+    Ok(listed.map(|snapshot| snapshot.name.to_string()).collect())
+}
+
+/// Waits until nothing is left to be merged.
+fn is_tidy(site: &Site) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    while list(site)?.unneeded_images > 0 {
+        ensure!(
+            Instant::now() < deadline,
+            "{:?} is left",
+            site.images(&site.pair.a)?
+        );
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+/// Ends the guest where it stands; says which round it was in.
+fn stop(site: &Site) -> Result<u32> {
+    done(site, &VmRequest::Pause)?;
+    let round = progress(&site.pair.a)?.round;
+    done(site, &VmRequest::Stop { force: true })?;
+    site.pair.a.wait_state(VmState::Stopped, LONG)?;
+    Ok(round)
+}
+
+fn start(site: &Site) -> Result<()> {
+    done(site, &VmRequest::Start)?;
+    site.goes_on(&site.pair.a, 10)
+}
+
+/// A file that `qemu-img` makes of the image that is described as this one, by what the files themselves say.
+fn as_qemu_reads(site: &Site, image: &str) -> Result<PathBuf> {
+    let file = site.path.file_name().and_then(|name| name.to_str());
+    let file = file.context("a name")?;
+    let raw = site.path.with_extension("read");
+    let (format, from) = match image == file {
+        true => ("raw", site.path.clone()),
+        false => ("vmdk", site.path.with_file_name(format!("{image}.vmdk"))),
+    };
+    let mut command = Command::new("qemu-img");
+    command
+        .args(["convert", "-f", format, "-O", "raw"])
+        .arg(from)
+        .arg(&raw);
+    let made = command.output()?;
+    let said = String::from_utf8_lossy(&made.stderr);
+    ensure!(made.status.success(), "{said}");
+    ensure!(std::fs::metadata(&raw)?.len() == BYTES);
+    Ok(raw)
+}
+
+/// The image that the guest writes to, by the description that lies beside the disk's own.
+fn top(site: &Site) -> Result<String> {
+    let described = PathBuf::from(format!("{}.images", site.path.display()));
+    if !described.exists() {
+        return Ok("root.raw".into());
+    }
+    let described: serde_json::Value = serde_json::from_slice(&std::fs::read(described)?)?;
+    Ok(described["top"].as_str().context("no top")?.into())
+}
+
+/// What a guest finds that ended in this round.
+fn has_round(site: &Site, image: &str, round: u32) -> Result<()> {
+    let raw = as_qemu_reads(site, image)?;
+    let missing = boot_disk::missing(&File::open(&raw)?, round)?;
+    std::fs::remove_file(raw)?;
+    ensure!(
+        missing.is_none(),
+        "of round {round}, {missing:?} is missing in {image}"
+    );
+    Ok(())
+}
+
+#[test]
+fn snapshots_are_taken_and_deleted_under_a_guest_that_loses_nothing_and_leave_one_image()
+-> Result<()> {
+    let site = Site::local()?;
+    for name in ["first", "second", "third"] {
+        println!("  {}", take(&site, name)?);
+        site.goes_on(&site.pair.a, 20)?;
+    }
+    let again = take(&site, "second").err().context("it is taken twice")?;
+    ensure!(
+        format!("{again:#}").contains("'second' already"),
+        "{again:#}"
+    );
+    ensure!(names(&site)? == ["first", "second", "third"]);
+    // A successor goes on with all that was answered.
+    let starts = site.pair.a.starts();
+    site.pair.a.signal_kill()?;
+    disk_site::has_successor(&site.pair.a, starts)?;
+    site.goes_on(&site.pair.a, 20)?;
+    for name in ["second", "first", "third"] {
+        println!("  {}", delete(&site, name)?);
+        is_tidy(&site)?;
+        site.goes_on(&site.pair.a, 20)?;
+    }
+    ensure!(names(&site)?.is_empty());
+    let left = site.images(&site.pair.a)?;
+    ensure!(
+        left.iter()
+            .all(|file| file.starts_with("root.raw") && !file.contains(".d")),
+        "{left:?}"
+    );
+    ensure!(top(&site)? == "root.raw", "{}", top(&site)?);
+    site.is_whole(&site.pair.a)
+}
+
+#[test]
+fn a_vm_that_is_off_goes_back_to_a_snapshot_and_qemu_img_reads_each_of_them() -> Result<()> {
+    let site = Site::local()?;
+    take(&site, "early")?;
+    let early = progress(&site.pair.a)?.round;
+    site.goes_on(&site.pair.a, 40)?;
+    let refused = revert(&site, "early")
+        .err()
+        .context("it goes back under its guest")?;
+    ensure!(
+        format!("{refused:#}").contains("stop it first"),
+        "{refused:#}"
+    );
+    let late = stop(&site)?;
+    has_round(&site, &top(&site)?, late)?;
+    take(&site, "late")?;
+    println!("  {}", revert(&site, "early")?);
+    // The guest begins with what was there, and goes on with that.
+    let raw = as_qemu_reads(&site, &top(&site)?)?;
+    let image = File::open(&raw)?;
+    let found = (early.saturating_sub(8)..early + 8)
+        .any(|round| boot_disk::missing(&image, round).is_ok_and(|missing| missing.is_none()));
+    ensure!(
+        found && boot_disk::missing(&image, late)?.is_some(),
+        "it is not round {early}"
+    );
+    start(&site)?;
+    let other = stop(&site)?;
+    has_round(&site, &top(&site)?, other)?;
+    revert(&site, "late")?;
+    has_round(&site, &top(&site)?, late)?;
+    ensure!(names(&site)? == ["early", "late"]);
+    start(&site)?;
+    for name in ["early", "late"] {
+        delete(&site, name)?;
+    }
+    is_tidy(&site)?;
+    let last = stop(&site)?;
+    ensure!(top(&site)? == "root.raw", "{}", top(&site)?);
+    has_round(&site, "root.raw", last)
+}
+
+#[test]
+fn a_process_that_dies_anywhere_in_a_snapshot_leaves_a_disk_that_has_all_that_was_answered()
+-> Result<()> {
+    for point in [
+        "snapshot.made",
+        "snapshot.written",
+        "snapshot.committed",
+        "snapshot.merged",
+        "snapshot.tidied",
+        "snapshot.forgotten",
+    ] {
+        let site = Site::local()?;
+        take(&site, "before")?;
+        site.goes_on(&site.pair.a, 10)?;
+        dies_at(&site.pair.a, point)?;
+        // Whoever asked hears nothing of it.
+        let took = take(&site, "meanwhile");
+        if took.is_ok() {
+            drop(delete(&site, "before"));
+        }
+        has_died(&site.pair.a).with_context(|| point)?;
+        site.goes_on(&site.pair.a, 20).with_context(|| point)?;
+        let left = names(&site)?;
+        println!("  {point}: {left:?}");
+        for name in left {
+            delete(&site, &name)?;
+        }
+        is_tidy(&site).with_context(|| point)?;
+        let round = stop(&site)?;
+        ensure!(top(&site)? == "root.raw", "{point}: {}", top(&site)?);
+        has_round(&site, "root.raw", round).with_context(|| point)?;
+        let files = site.images(&site.pair.a)?;
+        ensure!(
+            !files.iter().any(|file| file.contains(".d")),
+            "{point}: {files:?}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_description_that_somebody_else_may_have_written_is_not_used() -> Result<()> {
+    let site = Site::local()?;
+    take(&site, "one")?;
+    site.goes_on(&site.pair.a, 10)?;
+    let round = stop(&site)?;
+    let described = PathBuf::from(format!("{}.images", site.path.display()));
+    let kept = std::fs::read(&described)?;
+    let allow = |mode| {
+        use std::os::unix::fs::PermissionsExt as _;
+        std::fs::set_permissions(&described, std::fs::Permissions::from_mode(mode))
+    };
+    allow(0o666)?;
+    let refused = done(&site, &VmRequest::Start).err().context("it is used")?;
+    ensure!(
+        format!("{refused:#}").contains("nobody else may write"),
+        "{refused:#}"
+    );
+    allow(0o600)?;
+    for (wrong, told) in [
+        (kept.get(..kept.len() / 2).unwrap_or_default(), "damaged"),
+        (&b"{}"[..], "root.raw.images"),
+    ] {
+        std::fs::write(&described, wrong)?;
+        let refused = done(&site, &VmRequest::Start).err().context("it is used")?;
+        ensure!(format!("{refused:#}").contains(told), "{refused:#}");
+    }
+    std::fs::remove_file(&described)?;
+    let refused = done(&site, &VmRequest::Start)
+        .err()
+        .context("a part of the disk is used")?;
+    ensure!(format!("{refused:#}").contains("is gone"), "{refused:#}");
+    std::fs::write(&described, kept)?;
+    // Another delta than the one that is described.
+    let extent = |name: &str| site.path.with_file_name(format!("{name}-sesparse.vmdk"));
+    let own = extent(&top(&site)?);
+    change_label(&own)?;
+    let refused = done(&site, &VmRequest::Start).err().context("it is used")?;
+    ensure!(
+        format!("{refused:#}").contains("label is damaged"),
+        "{refused:#}"
+    );
+    change_label(&own)?;
+    start(&site)?;
+    ensure!(progress(&site.pair.a)?.round >= round);
+    Ok(())
+}
+
+/// Changes what a delta says that it is, or changes it back.
+fn change_label(extent: &Path) -> Result<()> {
+    let mut bytes = std::fs::read(extent)?;
+    let magic = bytes.windows(8).position(|eight| eight == b"GODWITDL");
+    let id = magic.context("no label")? + 16;
+    if let Some(byte) = bytes.get_mut(id) {
+        *byte ^= 1;
+    }
+    let file = File::options().write(true).open(extent)?;
+    Ok(file.write_all_at(bytes.get(..id + 1).unwrap_or_default(), 0)?)
+}

@@ -1,0 +1,101 @@
+//! Snapshots of a VM's disks: what is asked, and what is told of them.
+//!
+//! Plain data. Refuses: a text that is too long or would steer a terminal.
+
+use crate::ids::SnapshotName;
+use crate::{ApiError, ErrorCode};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Longest text that goes with a snapshot, bytes.
+pub const SNAPSHOT_TEXT_LEN_MAX: usize = 1024;
+
+/// Takes a snapshot of all disks that the guest may write, whether it runs or not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct TakeSnapshot {
+    #[schema(value_type = String)]
+    pub name: SnapshotName,
+    /// What a person wants to know of it later.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub text: String,
+}
+
+impl TakeSnapshot {
+    /// Refuses a text that cannot be shown.
+    pub fn check(&self) -> Result<(), ApiError> {
+        let wrong = |what: String| Err(ApiError::new(ErrorCode::InvalidRequest, what));
+        if self.text.len() > SNAPSHOT_TEXT_LEN_MAX {
+            let bytes = self.text.len();
+            return wrong(format!(
+                "the text of a snapshot has {bytes} bytes, and at most {SNAPSHOT_TEXT_LEN_MAX} are kept"
+            ));
+        }
+        match self.text.chars().any(char::is_control) {
+            true => wrong("the text of a snapshot is one line without control characters".into()),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Names a snapshot of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotRequest {
+    #[schema(value_type = String)]
+    pub name: SnapshotName,
+}
+
+/// One snapshot of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SnapshotView {
+    #[schema(value_type = String)]
+    pub name: SnapshotName,
+    /// The snapshot that the disks came after when it was taken, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub after: Option<SnapshotName>,
+    /// When it was taken, s since 1970.
+    pub made_unix_s: u64,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub text: String,
+    /// Whether the guest had written all that it was asked to keep.
+    #[serde(default)]
+    pub quiesced: bool,
+    /// The disks that it has.
+    pub disks: Vec<String>,
+    /// Bytes that its own images take, without what it has in common with earlier ones.
+    pub bytes: u64,
+}
+
+/// The snapshots of a VM, each after the one that it came after.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Snapshots {
+    pub snapshots: Vec<SnapshotView>,
+    /// The snapshot that the disks came after.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub after: Option<SnapshotName>,
+    /// Images that are left of deleted snapshots, and are merged while the guest runs.
+    #[serde(default)]
+    pub unneeded_images: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_one_short_line() {
+        let of = |text: &str| TakeSnapshot {
+            name: SnapshotName::new("clean").unwrap(),
+            text: text.into(),
+        };
+        assert!(of("").check().is_ok() && of("before the update").check().is_ok());
+        for wrong in ["two\nlines", "\u{1b}[2J", &"a".repeat(1025)] {
+            assert!(of(wrong).check().is_err(), "{wrong:?}");
+        }
+        let json = serde_json::to_string(&of("")).unwrap();
+        assert_eq!(json, r#"{"name":"clean"}"#);
+    }
+}

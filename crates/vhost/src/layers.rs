@@ -1,0 +1,47 @@
+//! What lies above a disk's image while it is served: changed while the disk stands still, and closed with the disk.
+//!
+//! Who owns the state: the disk's thread. What it refuses: to change anything while something is under way, or while the disk does not stand
+//! still.
+
+use godwit_blockio::delta::Delta;
+
+use crate::Error;
+use crate::disk::Device;
+
+/// Makes the deltas, from the lowest to the top, with which a disk goes on, of those that it had; or says why not.
+pub(crate) type Change = Box<dyn FnOnce(Vec<Delta>) -> Result<Vec<Delta>, String> + Send>;
+
+const OTHER_LENGTH: &str = "what lies above its image is of another length";
+
+impl Device {
+    /// Makes durable all that the guest was told, and what says where it is. What the storage lost the guest hears with its next flush.
+    pub(crate) fn settle(&mut self) -> Result<(), Error> {
+        let busy = self.busy();
+        let settled = self.stack.settle().ok_or(busy)?;
+        Ok(settled.inspect_err(|_| self.lost_sync = true)?)
+    }
+
+    /// Where this fails the disk takes nothing any more.
+    pub(crate) fn change_layers(&mut self, change: Change) -> Result<(), Error> {
+        let busy = self.busy();
+        let had = (self.stands > 0).then(|| self.stack.take_deltas());
+        let now = change(had.flatten().ok_or(busy)?);
+        let now = now.map_err(|reason| Error::Settings { reason })?;
+        if now.is_empty() {
+            return Ok(());
+        }
+        let put = self.stack.put_deltas(now);
+        put.map_err(|_| Error::Settings {
+            reason: OTHER_LENGTH.to_owned(),
+        })
+    }
+
+    /// A disk that ends leaves nothing that only a process of this boot would know.
+    pub(crate) fn close_deltas(&mut self) {
+        for delta in self.stack.take_deltas().into_iter().flatten() {
+            if let Err(error) = delta.close() {
+                tracing::warn!(disk = self.name, %error, "what lies above the disk's image is not closed: who opens it next goes on where it was");
+            }
+        }
+    }
+}

@@ -1,0 +1,517 @@
+//! What a disk consists of that has snapshots: a description beside its image, and deltas above that.
+//!
+//! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it.
+//! What lies over it says `IMAGE.images` ([`Images`]), on the disk's own storage: so neither a host whose state was put back from an
+//! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
+//!
+//! Owns nothing: the files are the disk's. Refuses: descriptions that anybody else may have written or that contradict themselves, deltas
+//! other than those that are described, and disks on block devices.
+
+use super::claim::{Denied, as_opener};
+use super::images;
+use super::served::open_file;
+use super::{BLOCK, lock_name};
+use crate::files::Paths;
+use godwit_blockio::delta::{
+    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty,
+};
+use godwit_delta::{Id, Parent};
+use godwit_qemu::user::User;
+use godwit_snapshots::{Fresh, Image, Images, Kind};
+use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::datastore::is_device_path;
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::vm::DiskSpec;
+use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// After an image's name: the description of what its disk consists of.
+pub(super) const DESCRIPTION: &str = ".images";
+/// The mark of an image that is not all of its disk.
+const LAYERED: &str = "user.godwit.layered";
+/// Where the kernel tells which boot this is.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// By what deltas know a disk's own image: whoever reads a chain compares numbers.
+const OWN_IMAGE: u32 = 0x676f_6477;
+
+/// A disk whose images are looked at, with the rights with which they are opened.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place<'a> {
+    pub config: &'a VmProcessConfig,
+    pub paths: &'a Paths,
+    /// Of the VM's QEMU.
+    pub owner: User,
+    pub spec: &'a DiskSpec,
+}
+
+/// The same for whoever looks later.
+#[derive(Debug, Clone)]
+pub(super) struct OwnedPlace {
+    config: VmProcessConfig,
+    paths: Paths,
+    owner: User,
+    pub spec: DiskSpec,
+}
+
+impl OwnedPlace {
+    pub fn get(&self) -> Place<'_> {
+        Place {
+            config: &self.config,
+            paths: &self.paths,
+            owner: self.owner,
+            spec: &self.spec,
+        }
+    }
+}
+
+/// Why something was not done with files.
+enum NotDone {
+    Denied(io::Error),
+    Why(String),
+}
+
+impl From<io::Error> for NotDone {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::PermissionDenied => Self::Denied(error),
+            _ => Self::Why(error.to_string()),
+        }
+    }
+}
+
+impl Denied for NotDone {
+    fn is_denied(&self) -> bool {
+        matches!(self, Self::Denied(_))
+    }
+}
+
+impl std::fmt::Display for NotDone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Denied(error) => error.fmt(f),
+            Self::Why(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Errors of files say in the end what the kernel said.
+fn not_done<E: std::error::Error + 'static>(error: E) -> NotDone {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+    while let Some(one) = cause {
+        let of_kernel = one.downcast_ref::<io::Error>().map(io::Error::kind);
+        if of_kernel == Some(io::ErrorKind::PermissionDenied) {
+            let said = io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
+            return NotDone::Denied(said);
+        }
+        cause = one.source();
+    }
+    NotDone::Why(error.to_string())
+}
+
+/// Why a disk with snapshots is not changed as a whole.
+pub(super) fn has_snapshots(changed: &str) -> String {
+    format!(
+        "it has snapshots, or what is left of deleted ones, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged)"
+    )
+}
+
+/// Whether somebody may be told to have a description beside this image: where its own path says nothing of that.
+pub(super) fn has_layers(path: &str) -> bool {
+    !is_device_path(path) && description_of(path).symlink_metadata().is_ok()
+}
+
+fn description_of(path: &str) -> PathBuf {
+    PathBuf::from(format!("{path}{DESCRIPTION}"))
+}
+
+impl Place<'_> {
+    pub fn owned(&self) -> OwnedPlace {
+        OwnedPlace {
+            config: self.config.clone(),
+            paths: self.paths.clone(),
+            owner: self.owner,
+            spec: self.spec.clone(),
+        }
+    }
+
+    fn as_opener<R: Send>(
+        &self,
+        work: impl Fn() -> Result<R, NotDone> + Sync,
+    ) -> Result<R, String> {
+        as_opener(self.config, self.owner.uid, work).map_err(|error| error.to_string())
+    }
+
+    fn path(&self) -> &Path {
+        Path::new(&self.spec.path)
+    }
+
+    /// The name of the disk's own file.
+    pub fn file_name(&self) -> Result<&str, String> {
+        let name = self.path().file_name().and_then(|name| name.to_str());
+        name.ok_or_else(|| format!("{} names no file", self.spec.path))
+    }
+
+    pub fn must_take_snapshots(&self) -> Result<(), String> {
+        match is_device_path(&self.spec.path) {
+            false => Ok(()),
+            true => Err(format!(
+                "disk '{}' is on the block device {}, beside which there is no place for what is written after a snapshot: move it to a datastore that is a directory first",
+                self.spec.name, self.spec.path
+            )),
+        }
+    }
+
+    /// What the disk consists of, where that is more than its own image.
+    pub fn load(&self) -> Result<Option<Images>, String> {
+        if is_device_path(&self.spec.path) {
+            return Ok(None);
+        }
+        let at = description_of(&self.spec.path);
+        let found = self.as_opener(|| {
+            let found = match at.symlink_metadata() {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return self.must_be_whole().map(|()| None);
+                }
+                found => found?,
+            };
+            self.must_be_ours(&at, &found)?;
+            load_json::<Images>(&at).map_err(not_done)
+        })?;
+        let Some(images) = found else { return Ok(None) };
+        let told = |why: String| format!("{}: {why}", at.display());
+        images.check().map_err(told)?;
+        let own = self.file_name()?;
+        let is_own = |image: &Image| image.kind == Kind::Raw && !image.common;
+        match images.images.get(own).is_some_and(is_own) {
+            true => Ok(Some(images)),
+            false => Err(told(format!(
+                "the disk's own image {own} is not described as one"
+            ))),
+        }
+    }
+
+    /// Whoever may write it decides what the guest's disk is.
+    fn must_be_ours(&self, at: &Path, found: &std::fs::Metadata) -> Result<(), NotDone> {
+        let by_us = [0, self.config.qemu_uid].contains(&found.uid());
+        let for_us = found.mode() & 0o022 == 0;
+        match found.is_file() && by_us && for_us {
+            true => Ok(()),
+            false => Err(NotDone::Why(format!(
+                "{} is no file of root or of user {} that nobody else may write: see who has put it there",
+                at.display(),
+                self.config.qemu_uid
+            ))),
+        }
+    }
+
+    /// Writes it down, durably: from here on the disk consists of that.
+    pub fn save(&self, images: &Images) -> Result<(), String> {
+        let at = description_of(&self.spec.path);
+        let common = User {
+            uid: self.config.qemu_uid,
+            ..self.owner
+        };
+        let place = Place {
+            owner: common,
+            ..*self
+        };
+        place.as_opener(|| {
+            if images.is_one_raw() {
+                // Before: a mark without a description would be a loss that is none.
+                self.mark(false);
+                return remove_document(&at).map_err(not_done);
+            }
+            save_json(&at, images).map_err(not_done)?;
+            self.mark(true);
+            Ok(())
+        })
+    }
+
+    /// Has the disk's own image say that it is not all of the disk, where its file system keeps that.
+    fn mark(&self, has_layers: bool) {
+        let _ = match has_layers {
+            true => setxattr(self.path(), LAYERED, b"1", XattrFlags::empty()),
+            false => removexattr(self.path(), LAYERED),
+        };
+    }
+
+    /// An image whose description is gone holds what its disk was before its first snapshot.
+    fn must_be_whole(&self) -> Result<(), NotDone> {
+        let mut value = [0; 8];
+        match getxattr(self.path(), LAYERED, &mut value[..]) {
+            Err(_) => Ok(()),
+            Ok(_) => Err(NotDone::Why(format!(
+                "the image {path} is a part of its disk, which has snapshots, and {path}{DESCRIPTION} is gone, which says what else belongs to it: put that file back (or, if all that came after the first snapshot may be lost, 'setfattr -x {LAYERED} {path}')",
+                path = self.spec.path
+            ))),
+        }
+    }
+
+    fn sibling(&self, name: &str) -> PathBuf {
+        self.path().with_file_name(name)
+    }
+
+    fn descriptor(&self, name: &str) -> PathBuf {
+        self.sibling(&format!("{name}.vmdk"))
+    }
+
+    fn extent(&self, name: &str) -> PathBuf {
+        self.sibling(&format!("{name}-sesparse.vmdk"))
+    }
+
+    /// Makes an empty delta, which is to lie over the top, durably.
+    pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
+        let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
+        let parent = self.parent_of(images, over)?;
+        let descriptor = self.descriptor(&fresh.name);
+        self.as_opener(|| {
+            let new = NewDelta {
+                descriptor: &descriptor,
+                bytes: images.bytes,
+                id,
+                parent: &parent,
+            };
+            create(&new).map(drop).map_err(not_done)
+        })
+    }
+
+    /// As others who read the chain know the image below.
+    fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
+        let image = images.images.get(name);
+        let id = image.and_then(|image| image.id.as_deref());
+        let hint = format!("{name}.vmdk");
+        if let Some(id) = id {
+            let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
+            return Ok(Parent { cid, hint });
+        }
+        let (descriptor, told) = (self.descriptor(name), (images.bytes, OWN_IMAGE));
+        self.as_opener(|| match descriptor.symlink_metadata() {
+            Ok(_) => Ok(()),
+            Err(_) => describe_base(&descriptor, name, told)
+                .map(drop)
+                .map_err(not_done),
+        })?;
+        let cid = OWN_IMAGE;
+        Ok(Parent { cid, hint })
+    }
+
+    /// Opens what lies over the disk's own image, from the lowest to the top. `no_guest_lives`: nobody goes on who was told of anything that is
+    /// not durable.
+    pub fn open(
+        &self,
+        images: &Images,
+        patience: Duration,
+        no_guest_lives: bool,
+    ) -> Result<Vec<Delta>, String> {
+        let mut deltas = self.open_lower(images, patience, no_guest_lives)?;
+        if !self.is_own(&images.top)? {
+            deltas.push(self.open_top(images, &images.top, patience, no_guest_lives)?);
+        }
+        Ok(deltas)
+    }
+
+    /// The same without the top.
+    pub fn open_lower(
+        &self,
+        images: &Images,
+        patience: Duration,
+        no_guest_lives: bool,
+    ) -> Result<Vec<Delta>, String> {
+        let chain = images.chain(&images.top);
+        let own = chain.last().map_or(Ok(false), |name| self.is_own(name));
+        if !own? {
+            let (disk, path) = (&self.spec.name, &self.spec.path);
+            return Err(format!(
+                "the images of disk '{disk}' do not lie over {path}"
+            ));
+        }
+        let between = chain.iter().rev().skip(1);
+        let between = between.filter(|name| **name != images.top);
+        between
+            .map(|name| self.open_frozen(images, name, patience, no_guest_lives))
+            .collect()
+    }
+
+    /// Whether this is the name of the disk's own image.
+    pub fn is_own(&self, name: &str) -> Result<bool, String> {
+        Ok(self.file_name()? == name)
+    }
+
+    /// A process may have died before it froze what lies below the top since.
+    fn open_frozen(
+        &self,
+        images: &Images,
+        name: &str,
+        patience: Duration,
+        no_guest_lives: bool,
+    ) -> Result<Delta, String> {
+        let (file, id) = self.open_extent(images, name, true)?;
+        let lock = lock_name(self.config, self.spec);
+        let opened = Delta::parent_of((file, &self.extent(name)), id, opening(&lock, patience));
+        let opened = opened.map_err(|error| error.to_string())?;
+        if let Some(delta) = opened {
+            return Ok(delta);
+        }
+        // What was answered before it was frozen is in its map.
+        let mut delta = self.open_top(images, name, patience, no_guest_lives)?;
+        delta.freeze().map_err(|error| error.to_string())?;
+        Ok(delta)
+    }
+
+    pub fn open_top(
+        &self,
+        images: &Images,
+        name: &str,
+        patience: Duration,
+        no_guest_lives: bool,
+    ) -> Result<Delta, String> {
+        let (file, id) = self.open_extent(images, name, false)?;
+        let lock = lock_name(self.config, self.spec);
+        let outliving = Outliving {
+            map: &self.map_of(id),
+            boot: boot()?,
+            no_guest_lives,
+        };
+        let path = self.extent(name);
+        let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
+        opened.map_err(|error| error.to_string())
+    }
+
+    /// Without a lock: the one on the disk's own image is for all that lie over it.
+    pub fn open_unlocked(&self, images: &Images, name: &str) -> Result<Delta, String> {
+        let (file, id) = self.open_extent(images, name, false)?;
+        let opened = Delta::unlocked((file, &self.extent(name)), id, BLOCK);
+        opened.map_err(|error| error.to_string())
+    }
+
+    /// Has a delta say over what it lies now.
+    pub fn describe_anew(&self, images: &Images, name: &str) -> Result<(), String> {
+        let image = images.images.get(name);
+        let over = image.and_then(|image| image.over.as_deref());
+        let over = over.ok_or_else(|| format!("{name} lies over nothing"))?;
+        let parent = self.parent_of(images, over)?;
+        let descriptor = self.descriptor(name);
+        self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
+    }
+
+    fn open_extent(
+        &self,
+        images: &Images,
+        name: &str,
+        read_only: bool,
+    ) -> Result<(File, Id), String> {
+        let image = images.images.get(name);
+        let id = image.and_then(|image| id_of(image.id.as_deref()?));
+        let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
+        let spec = DiskSpec {
+            path: self.extent(name).to_string_lossy().into_owned(),
+            read_only,
+            ..self.spec.clone()
+        };
+        let file = open_file(self.config, &spec, self.owner).map_err(|error| error.message)?;
+        Ok((file, id))
+    }
+
+    /// Where the states of a top outlive this process: the run directory is on a tmpfs.
+    fn map_of(&self, id: Id) -> PathBuf {
+        let id = u128::from_be_bytes(id.0);
+        self.paths.run.join(format!("delta-{id:032x}.states"))
+    }
+
+    /// Bytes that an image holds.
+    pub fn bytes_of(&self, images: &Images, name: &str) -> u64 {
+        let is_delta = images
+            .images
+            .get(name)
+            .is_some_and(|image| image.id.is_some());
+        let path = match is_delta {
+            true => self.extent(name),
+            false => self.sibling(name),
+        };
+        path.symlink_metadata()
+            .map_or(0, |found| found.blocks().saturating_mul(512))
+    }
+
+    /// Removes a delta that is not described as a part of the disk. Returns whether it is gone.
+    pub fn remove(&self, name: &str, id: Option<&str>) -> bool {
+        if let Some(id) = id.and_then(id_of) {
+            // It is gone with the next boot of the host.
+            let _ = std::fs::remove_file(self.map_of(id));
+        }
+        // The descriptor makes it one.
+        images::remove(&self.descriptor(name)) && images::remove(&self.extent(name))
+    }
+
+    /// Removes what is part of the disk no more, and has the description forget it.
+    pub fn remove_what_leaves(&self, images: &Images) -> Result<(), String> {
+        let leaving = images.leaving.iter();
+        let gone = leaving.filter(|(name, id)| self.remove(name, id.as_deref()));
+        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
+        match gone.is_empty() {
+            true => Ok(()),
+            false => self.save(&images.without(&gone)),
+        }
+    }
+
+    /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
+    pub fn remove_unnamed(&self, images: &Images) {
+        let Ok(own) = self.file_name() else { return };
+        let beside = self.path().parent().and_then(|above| above.read_dir().ok());
+        for entry in beside.into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.to_str().and_then(|name| name.strip_suffix(".vmdk"));
+            let number = name.and_then(|name| name.strip_prefix(own)?.strip_prefix(".d"));
+            let is_ours = number.is_some_and(|number| number.parse::<u64>().is_ok());
+            let Some(name) = name.filter(|_| is_ours) else {
+                continue;
+            };
+            let is_named = images.images.contains_key(name) || images.leaving.contains_key(name);
+            if !is_named && self.is_empty(name) {
+                self.remove(name, None);
+            }
+        }
+    }
+
+    fn is_empty(&self, name: &str) -> bool {
+        let spec = DiskSpec {
+            path: self.extent(name).to_string_lossy().into_owned(),
+            ..self.spec.clone()
+        };
+        let file = open_file(self.config, &spec, self.owner);
+        file.is_ok_and(|file| is_empty((file, &self.extent(name)), BLOCK))
+    }
+}
+
+fn opening(name: &str, patience: Duration) -> Opening<'_> {
+    Opening {
+        block_bytes: BLOCK,
+        name,
+        patience,
+    }
+}
+
+/// A new delta of this disk.
+pub(super) fn fresh(images: &Images, disk_file: &str) -> Result<Fresh, String> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| error.to_string())?;
+    Ok(Fresh {
+        name: images.next_name(disk_file),
+        id: format!("{:032x}", u128::from_be_bytes(id)),
+    })
+}
+
+fn id_of(text: &str) -> Option<Id> {
+    let number = u128::from_str_radix(text, 16).ok()?;
+    Some(Id(number.to_be_bytes()))
+}
+
+fn boot() -> Result<Id, String> {
+    let told = std::fs::read_to_string(BOOT_ID);
+    let told = told.map_err(|error| format!("{BOOT_ID}: {error}"))?;
+    let digits: String = told.trim().chars().filter(|one| *one != '-').collect();
+    id_of(&digits).ok_or_else(|| format!("{BOOT_ID} is no number"))
+}

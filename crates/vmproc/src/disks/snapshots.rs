@@ -1,0 +1,532 @@
+//! Snapshots of a VM's disks: taken of all that its guest may write at one moment, gone back to, and forgotten.
+//!
+//! Each disk's description ([`super::layers`]) says of a snapshot which disks were frozen with it: it counts where each of them has it. So a process
+//! that dies between two of them leaves a snapshot that is none, and that is forgotten by whoever looks next.
+//!
+//! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
+
+use super::layers::{Place, fresh};
+use super::resize::AtRest;
+use super::served::{Served, refused};
+use super::{Disks, LOCK_WAIT};
+use crate::adoption::lock;
+use crate::faults::reached;
+use crate::files::Paths;
+use godwit_blockio::delta::Delta;
+use godwit_qemu::user::User;
+use godwit_snapshots::{Fresh, Images, Snapshot};
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
+use godwit_types::text::listed;
+use godwit_types::vm::DiskSpec;
+use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use godwit_vhost::{Disk, Standing};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long a disk may take until nothing of it is under way.
+const STAND_WAIT: Duration = Duration::from_millis(500);
+
+/// The disks of a VM that its guest may write.
+pub(super) struct All<'a> {
+    pub config: &'a VmProcessConfig,
+    pub paths: &'a Paths,
+    pub owner: User,
+    pub specs: Vec<DiskSpec>,
+}
+
+/// What a disk consists of, and what it is to consist of.
+pub(super) struct Changed {
+    before: Images,
+    now: Images,
+    fresh: Fresh,
+}
+
+impl All<'_> {
+    pub(super) fn place<'a>(&'a self, spec: &'a DiskSpec) -> Place<'a> {
+        Place {
+            config: self.config,
+            paths: self.paths,
+            owner: self.owner,
+            spec,
+        }
+    }
+
+    fn refused(&self, spec: &DiskSpec, why: &str) -> ApiError {
+        refused(self.config, spec, &why)
+    }
+
+    fn not_so(&self, why: &str) -> ApiError {
+        let (vm, host) = (&self.config.vm, &self.config.host);
+        let message = format!("VM '{vm}' on host '{host}': {why}");
+        ApiError::new(ErrorCode::WrongState, message).on_host(host)
+    }
+
+    /// What each consists of.
+    fn load(&self) -> Result<Vec<Images>, ApiError> {
+        let load = |spec| {
+            let place = self.place(spec);
+            let found = place.load().and_then(|found| match found {
+                Some(images) => Ok(images),
+                None => {
+                    let found = std::fs::metadata(&spec.path);
+                    let bytes = found
+                        .map_err(|error| format!("{}: {error}", spec.path))?
+                        .len();
+                    Ok(Images::of_one(place.file_name()?, bytes))
+                }
+            });
+            found.map_err(|why| self.refused(spec, &why))
+        };
+        self.specs.iter().map(load).collect()
+    }
+
+    fn list(&self) -> Result<Snapshots, ApiError> {
+        let all = self.load()?;
+        let mut listed: Vec<SnapshotView> = Vec::new();
+        for images in &all {
+            for snapshot in &images.snapshots {
+                let is_known = listed.iter().any(|known| known.name == snapshot.name);
+                if !is_known && self.is_whole(&all, snapshot) {
+                    listed.push(self.view(&all, snapshot));
+                }
+            }
+        }
+        let left = self.specs.iter().zip(&all).map(|(spec, images)| {
+            let bytes = |name: &str| self.place(spec).bytes_of(images, name);
+            unneeded(images, &bytes)
+        });
+        Ok(Snapshots {
+            after: all.iter().find_map(|images| images.after.clone()),
+            unneeded_images: left.sum(),
+            snapshots: listed,
+        })
+    }
+
+    /// Whether each disk that was frozen with it, and that the VM has still, has it.
+    fn is_whole(&self, all: &[Images], snapshot: &Snapshot) -> bool {
+        let mut all = self.specs.iter().zip(all);
+        all.all(|(spec, images)| {
+            !snapshot.disks.contains(&spec.name) || images.snapshot(&snapshot.name).is_ok()
+        })
+    }
+
+    fn view(&self, all: &[Images], snapshot: &Snapshot) -> SnapshotView {
+        let bytes = self.specs.iter().zip(all).map(|(spec, images)| {
+            let image = images.snapshot(&snapshot.name).map(|found| &found.image);
+            let delta = image.ok().filter(|name| {
+                images
+                    .images
+                    .get(*name)
+                    .is_some_and(|image| image.id.is_some())
+            });
+            delta.map_or(0, |name| self.place(spec).bytes_of(images, name))
+        });
+        SnapshotView {
+            name: snapshot.name.clone(),
+            after: snapshot.after.clone(),
+            made_unix_s: snapshot.made_unix_s,
+            text: snapshot.text.clone(),
+            quiesced: snapshot.quiesced,
+            disks: snapshot.disks.clone(),
+            bytes: bytes.sum(),
+        }
+    }
+
+    /// What each is to consist of, with the deltas for it made: nothing names them yet.
+    pub(super) fn prepare(
+        &self,
+        change: impl Fn(&Images, &Fresh) -> Result<Images, String>,
+        over: impl Fn(&Images) -> Option<String>,
+    ) -> Result<Vec<Changed>, ApiError> {
+        let mut changed = Vec::new();
+        for (spec, before) in self.specs.iter().zip(self.load()?) {
+            let place = self.place(spec);
+            let prepared = place.must_take_snapshots().and_then(|()| {
+                let fresh = fresh(&before, place.file_name()?)?;
+                let now = change(&before, &fresh)?;
+                let over = over(&before).unwrap_or_else(|| before.top.clone());
+                // A process that died may have made it, and nothing names it.
+                place.remove(&fresh.name, None);
+                place.make(&before, &over, &fresh)?;
+                Ok(Changed { before, now, fresh })
+            });
+            match prepared {
+                Ok(one) => changed.push(one),
+                Err(why) => {
+                    self.unmake(&changed);
+                    return Err(self.refused(spec, &why));
+                }
+            }
+        }
+        match changed.is_empty() {
+            true => Err(self.not_so("it has no disk that its guest may write")),
+            false => Ok(changed),
+        }
+    }
+
+    /// Removes deltas that no description names.
+    fn unmake(&self, changed: &[Changed]) {
+        for (spec, one) in self.specs.iter().zip(changed) {
+            self.place(spec)
+                .remove(&one.fresh.name, Some(&one.fresh.id));
+        }
+    }
+
+    fn snapshot(&self, wish: &TakeSnapshot) -> Snapshot {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        Snapshot {
+            name: wish.name.clone(),
+            after: None,
+            image: String::new(),
+            made_unix_s: since.unwrap_or_default().as_secs(),
+            quiesced: false,
+            text: wish.text.clone(),
+            disks: self.specs.iter().map(|spec| spec.name.clone()).collect(),
+        }
+    }
+
+    /// Writes down what they consist of from now on; all of them, or none. Where that fails it is not certain of those whose places come
+    /// back with the error.
+    fn commit(&self, changed: &[Changed]) -> Result<(), (ApiError, Vec<usize>)> {
+        for (place, (spec, one)) in self.specs.iter().zip(changed).enumerate() {
+            let Err(why) = self.place(spec).save(&one.now) else {
+                reached("snapshot.written");
+                continue;
+            };
+            let mut unsure = Vec::new();
+            for (place, (spec, one)) in self.specs.iter().zip(changed).enumerate().take(place + 1) {
+                if self.place(spec).save(&one.before).is_err() {
+                    unsure.push(place);
+                }
+            }
+            return Err((self.refused(spec, &why), unsure));
+        }
+        Ok(())
+    }
+
+    /// A snapshot that some of its disks lack is none, and what was made for one and not named is of no use.
+    pub(super) fn forget_halves(&self) -> Result<(), ApiError> {
+        let all = self.load()?;
+        for (spec, images) in self.specs.iter().zip(&all) {
+            self.place(spec).remove_unnamed(images);
+            let halves = images
+                .snapshots
+                .iter()
+                .filter(|one| !self.is_whole(&all, one));
+            let mut now = images.clone();
+            for half in halves {
+                now = now
+                    .forget(&half.name)
+                    .map_err(|why| self.refused(spec, &why))?;
+            }
+            if now != *images {
+                let saved = self.place(spec).save(&now);
+                saved.map_err(|why| self.refused(spec, &why))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn forget(&self, name: &SnapshotName) -> Result<String, ApiError> {
+        let all = self.load()?;
+        let mut is_known = false;
+        for (spec, images) in self.specs.iter().zip(&all) {
+            if images.snapshot(name).is_err() {
+                continue;
+            }
+            is_known = true;
+            let saved = images
+                .forget(name)
+                .and_then(|now| self.place(spec).save(&now));
+            saved.map_err(|why| self.refused(spec, &why))?;
+            reached("snapshot.forgotten");
+        }
+        match is_known {
+            true => Ok(format!(
+                "snapshot '{name}' of VM '{}' is deleted",
+                self.config.vm
+            )),
+            false => Err(self.unknown(name, &all)),
+        }
+    }
+
+    fn unknown(&self, name: &SnapshotName, all: &[Images]) -> ApiError {
+        let names = all.first().map(|images| &images.snapshots);
+        let names: Vec<&str> = names
+            .into_iter()
+            .flatten()
+            .map(|snapshot| snapshot.name.as_str())
+            .collect();
+        let known = match names.is_empty() {
+            true => "it has none".to_owned(),
+            false => format!("it has {}", listed(&names)),
+        };
+        let message = format!("VM '{}' has no snapshot '{name}': {known}", self.config.vm);
+        ApiError::new(ErrorCode::InvalidRequest, message).on_host(&self.config.host)
+    }
+
+    fn taken(&self, wish: &TakeSnapshot, stood: Option<Duration>) -> String {
+        let disks = listed(self.specs.iter().map(|spec| &spec.name));
+        let (vm, name) = (&self.config.vm, &wish.name);
+        let waited = stood.map_or_else(String::new, |stood| {
+            format!("; its guest waited {:.0} ms", stood.as_secs_f64() * 1e3)
+        });
+        format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}")
+    }
+}
+
+fn unneeded(images: &Images, bytes: &dyn Fn(&str) -> u64) -> u32 {
+    let mut images = images.clone();
+    let mut count = 0;
+    while let Some(tidying) = images.unneeded(bytes) {
+        images = images.tidied(&tidying);
+        count += 1;
+    }
+    count
+}
+
+fn written(specs: &[DiskSpec]) -> Vec<DiskSpec> {
+    specs
+        .iter()
+        .filter(|disk| !disk.read_only)
+        .cloned()
+        .collect()
+}
+
+impl AtRest {
+    fn all(&self) -> All<'_> {
+        All {
+            config: &self.config,
+            paths: &self.paths,
+            owner: self.owner(),
+            specs: written(&self.spec.disks),
+        }
+    }
+
+    pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
+        self.all().list()
+    }
+
+    pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
+        let all = self.all();
+        let _locked = self.lock_all(&all.specs)?;
+        all.forget_halves()?;
+        let snapshot = all.snapshot(wish);
+        let changed = all.prepare(
+            |images, fresh| images.take(snapshot.clone(), fresh),
+            |_| None,
+        )?;
+        match all.commit(&changed) {
+            Ok(()) => Ok(all.taken(wish, None)),
+            Err((error, unsure)) => {
+                if unsure.is_empty() {
+                    all.unmake(&changed);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn revert_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
+        let mut all = self.all();
+        let _locked = self.lock_all(&all.specs)?;
+        all.forget_halves()?;
+        // A disk that came later stays as it is.
+        let loaded = all.load()?;
+        let known = all.specs.iter().zip(&loaded);
+        let known = known.filter(|(_, images)| images.snapshot(name).is_ok());
+        let known: Vec<DiskSpec> = known.map(|(spec, _)| spec.clone()).collect();
+        if known.is_empty() {
+            return Err(all.unknown(name, &loaded));
+        }
+        all.specs = known;
+        let image = |images: &Images| images.snapshot(name).ok().map(|found| found.image.clone());
+        let revert = |images: &Images, fresh: &Fresh| images.revert(name, fresh);
+        let changed = all.prepare(revert, image)?;
+        if let Err((error, unsure)) = all.commit(&changed) {
+            if unsure.is_empty() {
+                all.unmake(&changed);
+            }
+            return Err(error);
+        }
+        for (spec, one) in all.specs.iter().zip(&changed) {
+            let removed = all.place(spec).remove_what_leaves(&one.now);
+            removed.map_err(|why| all.refused(spec, &why))?;
+        }
+        let disks = listed(all.specs.iter().map(|spec| &spec.name));
+        Ok(format!(
+            "VM '{}' begins again where snapshot '{name}' was taken, with {disks}",
+            self.config.vm
+        ))
+    }
+
+    pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
+        let all = self.all();
+        let _locked = self.lock_all(&all.specs)?;
+        let said = all.forget(name)?;
+        all.forget_halves()?;
+        let left = all.list()?.unneeded_images;
+        Ok(match left {
+            0 => said,
+            _ => format!("{said}; what only it needed is merged once its guest runs"),
+        })
+    }
+}
+
+impl Disks {
+    pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
+        self.0.all().list()
+    }
+
+    /// Takes one while the guest runs, or stands still: for it all disks stand still together for a moment.
+    pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
+        let served = &self.0;
+        let _one = lock(&served.descriptions);
+        let all = served.all();
+        all.forget_halves()?;
+        let snapshot = all.snapshot(wish);
+        let changed = all.prepare(
+            |images, fresh| images.take(snapshot.clone(), fresh),
+            |_| None,
+        )?;
+        reached("snapshot.made");
+        let stood = served.freeze(&all, &changed)?;
+        lock(&served.layered).extend(all.specs.iter().map(|spec| spec.name.clone()));
+        Ok(all.taken(wish, Some(stood)))
+    }
+
+    pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
+        let served = &self.0;
+        let deleted = {
+            let _one = lock(&served.descriptions);
+            let all = served.all();
+            let said = all.forget(name)?;
+            all.forget_halves()?;
+            said
+        };
+        served.begin_tidying();
+        Ok(deleted)
+    }
+}
+
+impl Served {
+    pub(super) fn all(&self) -> All<'_> {
+        let what = self.what();
+        All {
+            config: &self.config,
+            paths: &self.paths,
+            owner: User {
+                uid: what.uid,
+                gid: what.gid,
+            },
+            specs: written(&what.disks),
+        }
+    }
+
+    /// Freezes the tops of these disks at one moment. Returns how long the guest's requests waited.
+    pub(super) fn freeze(&self, all: &All<'_>, changed: &[Changed]) -> Result<Duration, ApiError> {
+        let what = self.what();
+        let undone = |error: ApiError| {
+            all.unmake(changed);
+            error
+        };
+        let (mut tops, mut alone) = (Vec::new(), Vec::new());
+        for (spec, one) in all.specs.iter().zip(changed) {
+            let index = what.disks.iter().position(|disk| disk.name == spec.name);
+            // One that ends while what is written changes must not be served as it was.
+            let is_alone = index.and_then(|index| self.serve_alone(index));
+            let is_alone = is_alone.ok_or("it is being served anew just now: try again");
+            alone.push(is_alone.map_err(|why| undone(all.refused(spec, why)))?);
+            let top = all
+                .place(spec)
+                .open_top(&one.now, &one.fresh.name, LOCK_WAIT, true);
+            let top = top.map_err(|why| undone(all.refused(spec, &why)))?;
+            let disk = self.disk(index.unwrap_or(usize::MAX));
+            let disk = disk.map_err(|why| undone(all.refused(spec, why)))?;
+            tops.push((spec, disk, top));
+        }
+        let disks: Vec<Arc<Disk>> = tops.iter().map(|(_, disk, _)| Arc::clone(disk)).collect();
+        let began = Instant::now();
+        let standing = stand_still(&disks).map_err(|why| undone(all.not_so(&why)))?;
+        if self.held().is_none() {
+            return Err(undone(all.not_so("its guest may not run here any more")));
+        }
+        for ((spec, disk, _), standing) in tops.iter().zip(&standing) {
+            let settled = standing.settle().map_err(|error| error.to_string());
+            let settled = settled.and_then(|()| self.must_be_the_disk(spec, disk));
+            settled.map_err(|why| undone(all.refused(spec, &why)))?;
+        }
+        if let Err((error, unsure)) = all.commit(changed) {
+            if unsure.is_empty() {
+                all.unmake(changed);
+            }
+            for (place, standing) in standing.into_iter().enumerate() {
+                match unsure.contains(&place) {
+                    // Whoever serves it anew reads what counts.
+                    true => standing.end(),
+                    false => drop(standing),
+                }
+            }
+            return Err(error);
+        }
+        reached("snapshot.committed");
+        for ((spec, _, top), standing) in tops.into_iter().zip(standing) {
+            put_over(spec, standing, top);
+        }
+        Ok(began.elapsed())
+    }
+}
+
+impl Served {
+    /// Another thread may have begun to serve it meanwhile, with another connection.
+    fn must_be_the_disk(&self, spec: &DiskSpec, disk: &Arc<Disk>) -> Result<(), String> {
+        let index = self
+            .what()
+            .disks
+            .iter()
+            .position(|disk| disk.name == spec.name);
+        let now = self.disk(index.unwrap_or(usize::MAX))?;
+        let status = disk.status().map_err(|error| error.to_string())?;
+        match Arc::ptr_eq(&now, disk) && status.has_image {
+            true => Ok(()),
+            false => Err("it was served anew meanwhile: try again".to_owned()),
+        }
+    }
+}
+
+/// All of them, at one moment.
+fn stand_still(disks: &[Arc<Disk>]) -> Result<Vec<Standing<'_>>, String> {
+    let until = Instant::now() + STAND_WAIT;
+    let mut standing = Vec::new();
+    for disk in disks {
+        let left = until.saturating_duration_since(Instant::now());
+        let stands = disk.stand_still(left);
+        standing.push(stands.map_err(|error| error.to_string())?);
+    }
+    Ok(standing)
+}
+
+/// What is written down counts: a disk that does not go on with it is served anew.
+fn put_over(spec: &DiskSpec, standing: Standing<'_>, top: Delta) {
+    let put = standing.change_layers(|mut had| {
+        let frozen = had.last_mut().map_or(Ok(()), Delta::freeze);
+        frozen.map_err(|error| error.to_string())?;
+        had.push(top);
+        Ok(had)
+    });
+    end_unless(put, spec, standing);
+}
+
+/// A disk whose layers were to change and did not is served anew, with what is written down.
+pub(super) fn end_unless(
+    changed: Result<(), godwit_vhost::Error>,
+    spec: &DiskSpec,
+    standing: Standing<'_>,
+) {
+    if let Err(error) = changed {
+        let disk = &spec.name;
+        tracing::error!(disk, %error, "a disk whose images have changed is served anew");
+        standing.end();
+    }
+}

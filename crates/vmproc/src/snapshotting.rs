@@ -1,0 +1,143 @@
+//! What the VM's thread does for snapshots of the VM's disks.
+//!
+//! Part of [`Vm`]; the work itself is in [`crate::disks`]. Refuses: a VM that this host does not hold, one that moves or whose disks do, disks that QEMU itself
+//! serves, and to go back to a snapshot while a guest has the disks.
+
+use crate::ask::AskSnapshots;
+use crate::disk_orders::{DiskOrder, Work};
+use crate::disks::{AtRest, Disks};
+use crate::vm::Vm;
+use godwit_types::host_api::VmAnswer;
+use godwit_types::snapshots::{Snapshots, TakeSnapshot};
+use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use std::sync::mpsc::SyncSender;
+
+/// A guest's disks, or those of a VM that has none.
+enum Which {
+    Served(Disks),
+    AtRest(Box<AtRest>),
+}
+
+impl Vm {
+    /// Begins what is asked of snapshots; the answer comes when that is done.
+    pub(crate) fn snapshots(&mut self, ask: AskSnapshots, reply: SyncSender<VmAnswer>) {
+        if matches!(ask, AskSnapshots::List) {
+            // Nobody waits for it, and it waits for nobody.
+            let listed = self.which_disks().and_then(|which| {
+                let list = move || {
+                    let listed = which.list().map(VmAnswer::Snapshots);
+                    let _ = reply.send(listed.unwrap_or_else(VmAnswer::Error));
+                };
+                let thread = std::thread::Builder::new().name("snapshots".into());
+                thread.spawn(list).map_err(crate::hypervisor::internal)
+            });
+            if let Err(error) = listed {
+                tracing::info!(%error, "snapshots are not listed");
+            }
+            return;
+        }
+        let work = self.work_on_snapshots(ask);
+        self.begin_disk_order(DiskOrder::Snapshots, work, reply);
+    }
+
+    fn work_on_snapshots(&mut self, ask: AskSnapshots) -> Result<Work, ApiError> {
+        self.refuse_while_closing()?;
+        self.refuse_while_moving()?;
+        self.refuse_while_disks_move()?;
+        let generation = self.must_hold()?;
+        let settled = match &self.hyper {
+            None => self.settle_images(generation),
+            Some(_) => Ok(()),
+        };
+        settled.map_err(|message| ApiError::new(ErrorCode::WrongState, message))?;
+        let which = self.which_disks()?;
+        Ok(match ask {
+            AskSnapshots::List => Box::new(move || which.list().map(VmAnswer::Snapshots)),
+            AskSnapshots::Take(wish) => {
+                wish.check()
+                    .map_err(|error| error.on_host(&self.config.host))?;
+                Box::new(move || which.take(&wish).map(VmAnswer::Done))
+            }
+            AskSnapshots::Revert(name) => {
+                let at_rest = self.must_be_at_rest(which, &name)?;
+                Box::new(move || at_rest.revert_snapshot(&name).map(VmAnswer::Done))
+            }
+            AskSnapshots::Delete(name) => Box::new(move || which.delete(&name).map(VmAnswer::Done)),
+        })
+    }
+
+    /// Why its disks do not go to another host, if they do not.
+    pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
+        let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
+        let disk = disks.with_snapshots()?;
+        let vm = &self.config.vm;
+        Some(format!(
+            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
+        ))
+    }
+
+    pub(crate) fn refuse_with_snapshots(&self) -> Result<(), ApiError> {
+        match self.keeps_for_snapshots() {
+            None => Ok(()),
+            Some(why) => {
+                Err(ApiError::new(ErrorCode::NotMigratable, why).on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn must_be_at_rest(&self, which: Which, name: &SnapshotName) -> Result<AtRest, ApiError> {
+        match which {
+            Which::AtRest(at_rest) => Ok(*at_rest),
+            Which::Served(_) => {
+                let (vm, host) = (&self.config.vm, &self.config.host);
+                let message = format!(
+                    "VM '{vm}' is on: its disks cannot become what they were at snapshot '{name}' under its guest; stop it first with 'godwit vm stop {vm} --wait'"
+                );
+                Err(ApiError::new(ErrorCode::WrongState, message).on_host(host))
+            }
+        }
+    }
+
+    fn which_disks(&mut self) -> Result<Which, ApiError> {
+        let spec = self.host_vm()?.spec;
+        if !spec.serves_disks() {
+            let (vm, host) = (&self.config.vm, &self.config.host);
+            let message = format!(
+                "QEMU itself serves the disks of VM '{vm}', which is of hardware version 1: snapshots are taken of those that its VM process serves, from version 2 on"
+            );
+            return Err(ApiError::new(ErrorCode::WrongState, message).on_host(host));
+        }
+        if let Some(hyper) = &self.hyper {
+            return Ok(Which::Served(hyper.disks.clone()));
+        }
+        Ok(Which::AtRest(Box::new(AtRest {
+            config: self.config.clone(),
+            paths: self.paths.clone(),
+            spec,
+            generation: self.must_hold()?,
+        })))
+    }
+}
+
+impl Which {
+    fn list(&self) -> Result<Snapshots, ApiError> {
+        match self {
+            Self::Served(disks) => disks.list_snapshots(),
+            Self::AtRest(disks) => disks.list_snapshots(),
+        }
+    }
+
+    fn take(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
+        match self {
+            Self::Served(disks) => disks.take_snapshot(wish),
+            Self::AtRest(disks) => disks.take_snapshot(wish),
+        }
+    }
+
+    fn delete(&self, name: &SnapshotName) -> Result<String, ApiError> {
+        match self {
+            Self::Served(disks) => disks.delete_snapshot(name),
+            Self::AtRest(disks) => disks.delete_snapshot(name),
+        }
+    }
+}
