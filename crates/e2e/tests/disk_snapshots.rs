@@ -284,9 +284,8 @@ fn a_description_that_somebody_else_may_have_written_is_not_used() -> Result<()>
         "{refused:#}"
     );
     change_label(&own)?;
-    start(&site)?;
-    ensure!(progress(&site.pair.a)?.round >= round);
-    Ok(())
+    has_round(&site, &top(&site)?, round)?;
+    start(&site)
 }
 
 /// Changes what a delta says that it is, or changes it back.
