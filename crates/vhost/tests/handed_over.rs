@@ -38,6 +38,7 @@ fn goes_on(site: &Site, handed: Handover) -> Disk {
             for_storage: false,
         },
         handed: Some(handed),
+        deltas: Vec::new(),
     })
     .unwrap()
 }
