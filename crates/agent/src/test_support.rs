@@ -397,10 +397,6 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         }
         VmRequest::CancelDiskMoves => heard(run_dir, "disks stay", "they stay"),
         VmRequest::ResizeDisk(_) => heard(run_dir, "a disk grows", "it has grown"),
-        VmRequest::Snapshots => VmAnswer::Snapshots(Default::default()),
-        VmRequest::TakeSnapshot(_) => heard(run_dir, "a snapshot", "it is taken"),
-        VmRequest::RevertSnapshot(_) => heard(run_dir, "a revert", "it is as it was"),
-        VmRequest::DeleteSnapshot(_) => heard(run_dir, "no snapshot", "it is deleted"),
         VmRequest::GiftOvertaken(_) => heard(run_dir, "overtaken", "given up"),
         VmRequest::KeepRecord => {
             append(&run_dir.join(KEPT), "kept");

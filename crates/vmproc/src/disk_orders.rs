@@ -12,7 +12,7 @@ use std::sync::mpsc::SyncSender;
 /// Ends with what whoever asked is to hear.
 pub(crate) type Work = Box<dyn FnOnce() -> Result<VmAnswer, ApiError> + Send>;
 
-/// What is done.
+/// What a thread is at, for whoever is refused meanwhile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskOrder {
     Resize,

@@ -10,12 +10,14 @@ use godwit_types::control_api::Done;
 use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::{ApiError, ErrorCode, VmName};
 
+/// Those that the VM's host knows.
 pub async fn snapshots(app: &App, name: &VmName) -> Outcome<Snapshots> {
     let (host, agent) = host_of(app, name)?;
     let found = agent.snapshots(name).await;
     found.map_err(|error| ApiError::from(error).on_host(&host))
 }
 
+/// Has the VM's host take one of all disks that the guest may write.
 pub async fn take_snapshot(app: &App, name: &VmName, wish: &TakeSnapshot) -> Outcome<Done> {
     wish.check()?;
     order(app, name, async |agent| {
@@ -32,6 +34,7 @@ pub async fn revert_snapshot(app: &App, name: &VmName, wish: &SnapshotRequest) -
     .await
 }
 
+/// Has the content of one be kept no longer.
 pub async fn delete_snapshot(app: &App, name: &VmName, wish: &SnapshotRequest) -> Outcome<Done> {
     order(app, name, async |agent| {
         agent.delete_snapshot(name, wish).await

@@ -9,9 +9,11 @@
 
 use super::claim::{Denied, as_opener};
 use super::images;
-use super::served::open_file;
-use super::{BLOCK, lock_name};
+use super::served::{Served, open_file};
+use super::{BLOCK, LOCK_WAIT, lock_name};
+use crate::adoption::lock;
 use crate::files::Paths;
+use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
     Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty,
 };
@@ -19,6 +21,7 @@ use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
 use godwit_snapshots::{Fresh, Image, Images, Kind};
 use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::DiskSpec;
@@ -483,6 +486,39 @@ impl Place<'_> {
         };
         let file = open_file(self.config, &spec, self.owner);
         file.is_ok_and(|file| is_empty((file, &self.extent(name)), BLOCK))
+    }
+}
+
+impl Served {
+    /// What lies above a disk's image, where that has snapshots.
+    pub(super) fn deltas(
+        &self,
+        (spec, image): (&DiskSpec, &DiskImage),
+        (has_image, no_guest_lives): (bool, bool),
+    ) -> Result<Vec<Delta>, ApiError> {
+        let refused = |why: &dyn std::fmt::Display| self.refused(spec, why);
+        let all = self.all();
+        let place = all.place(spec);
+        let Some(images) = place.load().map_err(|why| refused(&why))? else {
+            return Ok(Vec::new());
+        };
+        if spec.read_only || !has_image {
+            return Err(refused(&format!(
+                "the image {} belongs to a disk with snapshots, and holds a part of it: it is served to that one alone, on the host that has it",
+                spec.path
+            )));
+        }
+        if images.bytes != image.bytes() {
+            return Err(refused(&format!(
+                "the image {} has {} bytes, and what is above it {}: put back what belongs together",
+                spec.path,
+                image.bytes(),
+                images.bytes
+            )));
+        }
+        lock(&self.layered).insert(spec.name.clone());
+        let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
+        deltas.map_err(|why| refused(&why))
     }
 }
 

@@ -20,7 +20,6 @@ use crate::faults::planted;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
-use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
 use godwit_qemu::disk::identity_of_open;
@@ -277,37 +276,6 @@ impl Served {
             self.start(index, image, (takes, true))?;
         }
         Ok(())
-    }
-
-    /// What lies above a disk's image, where that has snapshots.
-    fn deltas(
-        &self,
-        (spec, image): (&DiskSpec, &Image),
-        (has_image, no_guest_lives): (bool, bool),
-    ) -> Result<Vec<Delta>, ApiError> {
-        let refused = |why: &dyn std::fmt::Display| self.refused(spec, why);
-        let all = self.all();
-        let place = all.place(spec);
-        let Some(images) = place.load().map_err(|why| refused(&why))? else {
-            return Ok(Vec::new());
-        };
-        if spec.read_only || !has_image {
-            return Err(refused(&format!(
-                "the image {} belongs to a disk with snapshots, and holds a part of it: it is served to that one alone, on the host that has it",
-                spec.path
-            )));
-        }
-        if images.bytes != image.bytes() {
-            return Err(refused(&format!(
-                "the image {} has {} bytes, and what is above it {}: put back what belongs together",
-                spec.path,
-                image.bytes(),
-                images.bytes
-            )));
-        }
-        lock(&self.layered).insert(spec.name.clone());
-        let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
-        deltas.map_err(|why| refused(&why))
     }
 
     /// The generation under which the guest may be running.
