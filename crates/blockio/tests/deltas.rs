@@ -5,7 +5,7 @@ mod common;
 
 use common::{guest, numbers, request, run};
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, consolidate, create, describe_base,
+    Delta, Merged, NewDelta, Opening, Outliving, Target, create, describe_base, merge,
 };
 use godwit_blockio::{
     Access, Buffer, Data, Engine, Error, Finished, Image, Outcome, Request, Stack, Work,
@@ -13,6 +13,7 @@ use godwit_blockio::{
 use godwit_delta::{GRAIN, Id, Parent};
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
 use std::fs;
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -208,8 +209,21 @@ fn freeze(stack: &mut Stack<Engine>) -> Vec<Delta> {
     deltas
 }
 
+fn merge_down(
+    delta: &Delta,
+    into: &Image,
+    goes_on: impl FnMut(Merged) -> bool,
+) -> Result<Option<Merged>, godwit_blockio::Error> {
+    merge(
+        delta,
+        Target::Raw(into.as_fd(), into.bytes()),
+        false,
+        goes_on,
+    )
+}
+
 #[test]
-fn a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_consolidated_into_its_base() {
+fn a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_merged_into_its_base() {
     for bytes in [BYTES, 16 << 20, (17 << 20) + 4096] {
         let mut chain = Chain::new(bytes);
         for number in 0..3 {
@@ -225,12 +239,12 @@ fn a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_consolidated_into
             let open = || Delta::open_parent(&chain.names[number], opening("this")).unwrap();
             let into = chain.base(Access::ReadWrite);
             let mut pieces = 0;
-            let half = consolidate(&open(), &into, |_| {
+            let half = merge_down(&open(), &into, |_| {
                 pieces += 1;
                 pieces < 20
             });
             assert_eq!(half.unwrap(), None, "it was to end early");
-            let whole = consolidate(&open(), &into, |_| true).unwrap().unwrap();
+            let whole = merge_down(&open(), &into, |_| true).unwrap().unwrap();
             assert!(whole.copied > 0 && whole.zeroed > 0);
         }
         assert!(fs::read(chain.at("base.raw")).unwrap() == chain.plain);
@@ -267,7 +281,7 @@ fn a_delta_is_frozen_and_another_put_above_it_beside_a_guest_that_goes_on() {
     let lent = stack.bottom.lend().unwrap();
     let base = Image::of(lent.into(), &chain.at("base.raw"), Access::ReadWrite, 512).unwrap();
     let mut seed = 10;
-    let done = consolidate(&source, &base, |_| {
+    let done = merge_down(&source, &base, |_| {
         seed += 1;
         chain.work(&mut stack, 1, seed);
         true

@@ -6,11 +6,13 @@
 //! may not open (read-only disks: read; others: read and write), everything but regular files and block devices, which is never even opened
 //! ([`open_looked_at`]), and what lies where the host keeps records and guests' memory ([`Reserved`]).
 
+use crate::layered::is_described;
 use crate::reserved::Reserved;
 use crate::rights::as_user;
 use godwit_blockio::label::{self, End};
 use godwit_types::datastore::is_device_path;
 use godwit_types::plant::planted;
+use godwit_types::snapshots::description_of;
 use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, fcntl_setfl, fstat, linkat, open, openat,
@@ -247,10 +249,14 @@ pub fn length_and_use(image: &File, end: End) -> io::Result<(u64, u64)> {
     Ok((bytes, used))
 }
 
-/// Refuses a place for an image where anything is, a link to nothing, too. Why is a part of a sentence.
+/// Refuses a place for an image where anything is, a link to nothing, too, or where the snapshots of one are described. Why is a part of
+/// a sentence.
 pub fn must_be_free(path: &Path) -> Result<(), String> {
-    match path.symlink_metadata() {
-        Ok(_) => Err(is_taken(path)),
+    if path.symlink_metadata().is_ok() {
+        return Err(is_taken(path));
+    }
+    match description_of(path).symlink_metadata() {
+        Ok(_) => Err(is_described(path)),
         Err(_) => Ok(()),
     }
 }

@@ -12,6 +12,7 @@ use crate::disk::{
     DiskError, NotOpened, length_and_use, must_be_no_devices, open_looked_at, rename_to_free,
 };
 use crate::disk_place::{can_make_image_in, room_of};
+use crate::layered::{is_described, must_be_whole};
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::rights::become_user;
@@ -21,6 +22,7 @@ use godwit_blockio::label::End;
 use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
@@ -223,7 +225,7 @@ impl Place {
     /// Whether the image is there already, made for this disk.
     fn has(&self, path: &Path, mark: &str) -> Result<bool, String> {
         match statat(&self.dir, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
-            Err(Errno::NOENT) => return Ok(false),
+            Err(Errno::NOENT) => return self.must_not_be_described(path).map(|()| false),
             Err(errno) => return Err(format!("{} cannot be looked at: {errno}", path.display())),
             Ok(_) => {}
         }
@@ -243,6 +245,15 @@ impl Place {
                 "{} exists already and was not made for this disk: leave out `from` and `size_gib` to use it as it is, or give another path",
                 path.display()
             )),
+        }
+    }
+
+    /// An image that is made anew would be taken for a part of the one that was there.
+    fn must_not_be_described(&self, path: &Path) -> Result<(), String> {
+        let described = description_of(Path::new(&self.name));
+        match statat(&self.dir, &described, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(_) => Err(is_described(path)),
+            Err(_) => Ok(()),
         }
     }
 
@@ -415,6 +426,7 @@ impl Source {
             why => cannot(&why),
         })?;
         refuse_reserved(&file, Path::new(path), reserved)?;
+        must_be_whole(&file, path)?;
         let written = written(&file).map_err(|error| cannot(&error))?;
         // A device has none where it holds no whole disk.
         let (own, used) =

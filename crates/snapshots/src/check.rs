@@ -30,6 +30,9 @@ impl Images {
         if self.bytes == 0 || self.bytes > DISK_GIB_MAX << 30 {
             return Err(format!("a disk of {} bytes is described", self.bytes));
         }
+        if !is_number(&self.mark) {
+            return Err("by which mark its own image knows it is not described".to_owned());
+        }
         for (name, image) in &self.images {
             check_image(name, image)?;
             self.check_chain(name)?;
@@ -103,9 +106,10 @@ impl Images {
                 ));
             }
         }
-        match &self.after {
-            Some(after) if !names.contains(after) => Err(format!("there is no snapshot '{after}'")),
-            _ => Ok(()),
+        let mut named = self.after.iter().chain(&self.reverting);
+        match named.find(|name| !names.contains(name)) {
+            Some(name) => Err(format!("there is no snapshot '{name}'")),
+            None => Ok(()),
         }
     }
 }
@@ -118,6 +122,11 @@ fn is_plain(name: &str) -> bool {
 fn is_file(name: &str) -> bool {
     let is_name = !name.contains('/') && !matches!(name, "" | "." | "..");
     is_name && name.len() <= NAME_LEN_MAX && is_plain(name)
+}
+
+/// Of 128 bits.
+fn is_number(digits: &str) -> bool {
+    digits.len() == ID_DIGITS && digits.bytes().all(|digit| digit.is_ascii_hexdigit())
 }
 
 fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
@@ -137,10 +146,8 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
         }
         _ => {}
     }
-    let is_id =
-        |id: &String| id.len() == ID_DIGITS && id.bytes().all(|digit| digit.is_ascii_hexdigit());
     match (image.kind, &image.id) {
-        (Kind::Delta, Some(id)) if is_id(id) => Ok(()),
+        (Kind::Delta, Some(id)) if is_number(id) => Ok(()),
         (Kind::Raw | Kind::Qcow2, None) => Ok(()),
         _ => Err(format!("what {name:?} says that it is is not described")),
     }
@@ -166,7 +173,7 @@ mod tests {
             text: "before the update".to_owned(),
             disks: vec!["root".to_owned()],
         };
-        let images = Images::of_one("root.raw", 1 << 30);
+        let images = Images::of_one("root.raw", 1 << 30, &"5".repeat(32));
         let images = images.take(snapshot("clean"), &fresh(1)).unwrap();
         images.take(snapshot("updated"), &fresh(2)).unwrap()
     }
@@ -191,6 +198,7 @@ mod tests {
     fn images_that_cannot_be_are_refused_by_name() {
         assert_eq!(images().check(), Ok(()));
         refused(&|images| images.bytes = 0, "0 bytes");
+        refused(&|images| images.mark = "7".into(), "by which mark");
         refused(
             &|images| images.top = "root.raw".into(),
             "lies below another",
@@ -272,6 +280,10 @@ mod tests {
         );
         refused(
             &|images| images.after = Some(named("gone")),
+            "no snapshot 'gone'",
+        );
+        refused(
+            &|images| images.reverting = Some(named("gone")),
             "no snapshot 'gone'",
         );
     }

@@ -20,8 +20,8 @@ mod tidying;
 
 pub use tidying::Tidying;
 
-use godwit_types::SnapshotName;
 use godwit_types::plant::planted;
+use godwit_types::{SnapshotName, VmName};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -87,6 +87,8 @@ pub struct Snapshot {
 pub struct Images {
     /// Bytes of the disk.
     pub bytes: u64,
+    /// A random number in hexadecimal digits, which the disk's own image bears, too.
+    pub mark: String,
     /// The image that the guest writes to.
     pub top: String,
     /// By the names of their files in the directory of the disk; of common ones, by their paths.
@@ -98,6 +100,9 @@ pub struct Images {
     pub after: Option<SnapshotName>,
     /// The number of the next file that is made for it: no name is given twice.
     pub next: u64,
+    /// The snapshot to which it and others were to go back together, which is not finished: none of them may be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reverting: Option<SnapshotName>,
     /// Images that are part of it no more, and are to be removed; with what each says that it is.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub leaving: BTreeMap<String, Option<String>>,
@@ -116,8 +121,8 @@ pub struct Fresh {
 pub type Refusal = String;
 
 impl Images {
-    /// Of a disk of so many bytes that is one raw image in a file of this name.
-    pub fn of_one(name: &str, bytes: u64) -> Self {
+    /// Of a disk of so many bytes that is one raw image in a file of this name, which is to bear this mark.
+    pub fn of_one(name: &str, bytes: u64, mark: &str) -> Self {
         let raw = Image {
             kind: Kind::Raw,
             over: None,
@@ -126,11 +131,13 @@ impl Images {
         };
         Self {
             bytes,
+            mark: mark.to_owned(),
             top: name.to_owned(),
             images: BTreeMap::from([(name.to_owned(), raw)]),
             snapshots: Vec::new(),
             after: None,
             next: 1,
+            reverting: None,
             leaving: BTreeMap::new(),
         }
     }
@@ -144,9 +151,9 @@ impl Images {
             && self.images.values().all(is_raw)
     }
 
-    /// How the file is called that is made next for the disk whose own file has this name.
-    pub fn next_name(&self, disk_file: &str) -> String {
-        format!("{disk_file}.d{}", self.next)
+    /// How the image of this number is called of the disk whose own file has this name.
+    pub fn name_of(disk_file: &str, number: u64) -> String {
+        format!("{disk_file}.d{number}")
     }
 
     /// Takes a snapshot: the top is frozen under `fresh`.
@@ -163,6 +170,13 @@ impl Images {
             ));
         }
         let mut now = self.frozen(fresh);
+        // What is above a snapshot that is deleted is frozen once more before it is merged.
+        if now.chain(&now.top).len() >= CHAIN_MAX {
+            return Err(format!(
+                "{} images lie over one another already, which is the most: delete some snapshots",
+                CHAIN_MAX - 1
+            ));
+        }
         let after = now.after.replace(snapshot.name.clone());
         now.snapshots.push(Snapshot {
             after,
@@ -206,12 +220,36 @@ impl Images {
         };
         now.put_top(fresh, over);
         now.after = Some(name.clone());
+        now.reverting = None;
         // A raw image lies below everything; of a delta nothing lies over the top.
         let is_delta = |image: &Image| image.kind == Kind::Delta;
         if now.images.get(&former).is_some_and(is_delta) {
             now.drop_image(&former);
         }
         now.checked()
+    }
+
+    /// Has it, which is not used, go back to a snapshot together with others: until [`Self::revert`] is written it is not to be used.
+    pub fn reverting(&self, name: &SnapshotName) -> Result<Self, Refusal> {
+        let mut now = self.clone();
+        now.reverting = Some(self.snapshot(name)?.name.clone());
+        Ok(now)
+    }
+
+    /// Refuses one of several disks that were to go back together, some of which may not have.
+    pub fn must_be_one_moment(&self, vm: &VmName) -> Result<(), Refusal> {
+        match &self.reverting {
+            None => Ok(()),
+            Some(name) => Err(format!(
+                "its disks were to go back to snapshot '{name}', and not all of them did: finish that with 'godwit vm snapshot revert {vm} {name}'"
+            )),
+        }
+    }
+
+    /// The snapshot that was taken last, if the guest has written to the disk since and nothing else happened to it.
+    pub fn taken_last(&self) -> Option<&Snapshot> {
+        let last = self.snapshot(self.after.as_ref()?).ok()?;
+        (self.below(&self.top) == Some(&last.image)).then_some(last)
     }
 
     /// Leaves it out: it is to be removed, unless others may have it, too.

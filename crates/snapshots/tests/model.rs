@@ -50,7 +50,7 @@ impl World {
     fn new(seed: u64) -> Self {
         let mut numbers = Numbers(seed);
         let whole: Content = (0..BLOCKS).zip(untouched()).collect();
-        let mut images = Images::of_one("disk", 4096);
+        let mut images = Images::of_one("disk", 4096, &"5".repeat(32));
         let mut files = BTreeMap::from([("disk".to_owned(), whole.clone())]);
         if numbers.below(2) == 0 {
             let common = Image {
@@ -84,7 +84,7 @@ impl World {
     }
 
     fn fresh(&mut self) -> Fresh {
-        let name = self.images.next_name("disk");
+        let name = Images::name_of("disk", self.images.next);
         self.files.insert(name.clone(), Content::new());
         Fresh {
             name,

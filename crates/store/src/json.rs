@@ -67,22 +67,27 @@ pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreErr
     let Some(content) = content else {
         return Ok(None);
     };
+    json_of(path, &content).map(Some)
+}
+
+/// The document that was read at `path`.
+pub fn json_of<T: DeserializeOwned>(path: &Path, content: &[u8]) -> Result<T, StoreError> {
     check_size(path, content.len() as u64)?;
     let newer = |why: String| StoreError::Newer {
         path: path.to_owned(),
         why,
     };
-    if seal_of(&content) == Seal::Wrong {
+    if seal_of(content) == Seal::Wrong {
         return Err(StoreError::Damaged {
             path: path.to_owned(),
             why: "its checksum is wrong; who has edited it by hand takes the last line, of blanks, away".into(),
         });
     }
-    if let Some(format) = format_of(&content).filter(|format| *format > DOCUMENT_FORMAT) {
+    if let Some(format) = format_of(content).filter(|format| *format > DOCUMENT_FORMAT) {
         let why = format!("its format is {format}, this build reads {DOCUMENT_FORMAT}");
         return Err(newer(why));
     }
-    serde_json::from_slice(&content).map(Some).map_err(|error| {
+    serde_json::from_slice(content).map_err(|error| {
         if is_unknown_word(&error) {
             return newer(error.to_string());
         }

@@ -5,10 +5,25 @@
 use crate::ids::SnapshotName;
 use crate::{ApiError, ErrorCode};
 use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
 use utoipa::ToSchema;
 
 /// Longest text that goes with a snapshot, bytes.
 pub const SNAPSHOT_TEXT_LEN_MAX: usize = 1024;
+
+/// The extended attribute of an image that is not all of its disk: a number that its description has, too.
+pub const LAYERED_MARK: &str = "user.godwit.layered";
+/// After that number, while a description is being written or removed.
+pub const LAYERED_BEGUN: &str = " begun";
+/// A longer one is none of ours, bytes.
+pub const LAYERED_MARK_MAX: usize = 64;
+
+/// Where the description lies of a disk that consists of more than this image.
+pub fn description_of(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(".images");
+    path.into()
+}
 
 /// Takes a snapshot of all disks that the guest may write, whether it runs or not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -62,8 +77,11 @@ pub struct SnapshotView {
     /// Whether the guest had written all that it was asked to keep.
     #[serde(default)]
     pub quiesced: bool,
-    /// The disks that it has.
+    /// The disks that were frozen for it.
     pub disks: Vec<String>,
+    /// Those of them that have it no more, though the VM has them: nothing goes back to it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lacking: Vec<String>,
     /// Bytes that its own images take, without what it has in common with earlier ones.
     pub bytes: u64,
 }
@@ -79,6 +97,9 @@ pub struct Snapshots {
     /// Images that are left of deleted snapshots, and are merged while the guest runs.
     #[serde(default)]
     pub unneeded_images: u32,
+    /// Why those are not merged yet, where that was tried.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub why_unmerged: String,
 }
 
 #[cfg(test)]

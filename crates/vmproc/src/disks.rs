@@ -10,6 +10,7 @@ mod activity;
 mod came;
 mod claim;
 mod cleaning;
+mod described;
 mod devices;
 mod entry;
 mod format;
@@ -138,11 +139,7 @@ impl Disks {
         if let (Err(_), Some(migration)) = (&begun, come) {
             came::unmake(paths, &migration.id);
         }
-        begun.map(|()| {
-            let served = Arc::new(served);
-            served.begin_tidying();
-            Self(served)
-        })
+        begun.map(|()| Self(Arc::new(served)))
     }
 
     /// Serves those of a QEMU that a predecessor left. What cannot be served is tried again with [`Self::mend`]. Refused where
@@ -197,7 +194,6 @@ impl Disks {
         if was_handed {
             reached("renewal.taken");
         }
-        served.begin_tidying();
         Ok(Self(served))
     }
 
@@ -404,6 +400,7 @@ impl Disks {
             served.try_in_thread(index, Duration::ZERO, None);
         }
         served.clean_up_again();
+        served.begin_tidying();
         true
     }
 }

@@ -15,6 +15,7 @@ use godwit_qemu::command_line::{BackEnd, Reconnect};
 use godwit_qemu::described::{Wanted, open_taps};
 use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
+use godwit_qemu::layered;
 use godwit_qemu::machine::{Machine, RunState, Stopped};
 use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::on_ram::memory_told;
@@ -31,6 +32,7 @@ use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{Accelerator, DISKS_MAX, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation, PortGroup};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -421,7 +423,8 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
         true => Vec::new(),
         false => {
             let (vm, disks) = (&start.spec.name, &start.spec.disks);
-            user::open_disks(start.common(&reserved(start.config)), vm, disks, user)?
+            let opened = user::open_disks(start.common(&reserved(start.config)), vm, disks, user)?;
+            must_be_whole(opened, start)?
         }
     };
     let uefi = variables::open(start)?;
@@ -481,6 +484,16 @@ fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Laun
 }
 
 /// What QEMU finds behind each disk: an image that it gets, or a socket at which this process serves one from now on.
+/// QEMU itself would serve a part of a disk as the whole.
+fn must_be_whole(images: Vec<OwnedFd>, start: &Start<'_>) -> Result<Vec<OwnedFd>, ApiError> {
+    let images: Vec<File> = images.into_iter().map(File::from).collect();
+    for (image, disk) in images.iter().zip(&start.spec.disks) {
+        layered::must_be_whole(image, &disk.path)
+            .map_err(|why| ApiError::new(ErrorCode::Hypervisor, why).on_host(&start.config.host))?;
+    }
+    Ok(images.into_iter().map(OwnedFd::from).collect())
+}
+
 fn served(
     start: &Start<'_>,
     user: User,

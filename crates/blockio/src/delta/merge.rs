@@ -10,10 +10,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 
 use godwit_delta::{GRAIN, Grain, Move, moves};
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
 
-use super::consolidate::zero;
 use super::{Delta, file_of, tables, unusable};
 use crate::{Buffer, Error};
+
+/// So many bytes are made durable together: whoever waits for the end waits for no more than that.
+const SYNC_BYTES: u64 = 64 << 20;
 
 /// How far it is, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -48,7 +52,7 @@ pub fn merge(
         return Err(unusable(from.image.path(), why));
     }
     let source = file_of(from.image.as_fd()).map_err(|error| from.failed("open", error))?;
-    let mut done = Merged::default();
+    let (mut done, mut unsynced) = (Merged::default(), 0);
     let mut buffer = Buffer::zeroed(godwit_delta::MOVE_MAX as usize);
     for one in moves(&from.layout, &from.states) {
         if !goes_on(done) {
@@ -68,9 +72,15 @@ pub fn merge(
         }
         into.take(&range, (!is_zero).then(|| buffer.bytes()), lacking)
             .map_err(|error| from.failed("merge", error))?;
+        let bytes = range.end - range.start;
         match is_zero {
-            true => done.zeroed += range.end - range.start,
-            false => done.copied += range.end - range.start,
+            true => done.zeroed += bytes,
+            false => done.copied += bytes,
+        }
+        unsynced += bytes;
+        if unsynced >= SYNC_BYTES {
+            into.sync().map_err(|error| from.failed("merge", error))?;
+            unsynced = 0;
         }
     }
     into.settle().map_err(|error| from.failed("merge", error))?;
@@ -88,6 +98,14 @@ impl Target<'_> {
         match self {
             Self::Raw(fd, _) => put(&file_of(*fd)?, range.start, range, bytes),
             Self::Delta(delta) => delta.take(range, bytes, lacking),
+        }
+    }
+
+    /// Makes what was copied so far durable.
+    fn sync(&self) -> std::io::Result<()> {
+        match self {
+            Self::Raw(fd, _) => file_of(*fd)?.sync_data(),
+            Self::Delta(delta) => file_of(delta.image.as_fd())?.sync_data(),
         }
     }
 
@@ -140,4 +158,25 @@ fn put(
         Some(bytes) => file.write_all_at(bytes.get(..len as usize).unwrap_or(bytes), at),
         None => Ok(zero(file, &(at..at + len))?),
     }
+}
+
+/// As a hole, as zeros that take room, or written, whatever the image can.
+fn zero(to: &File, range: &std::ops::Range<u64>) -> Result<(), Errno> {
+    let len = range.end - range.start;
+    for how in [FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE] {
+        match rustix::fs::fallocate(to, how | FallocateFlags::KEEP_SIZE, range.start, len) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            done => return done,
+        }
+    }
+    let zeros = Buffer::zeroed(len.min(godwit_delta::MOVE_MAX) as usize);
+    let mut at = range.start;
+    while at < range.end {
+        let count = (range.end - at).min(zeros.len() as u64);
+        let bytes = zeros.bytes().split_at(count as usize).0;
+        let written = to.write_all_at(bytes, at);
+        written.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        at += count;
+    }
+    Ok(())
 }

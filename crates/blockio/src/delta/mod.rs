@@ -11,7 +11,6 @@
 //! descriptor's words only the name of the file beside it is used, and a hint never), and to guess: a delta that is open under
 //! this boot of the host without its map.
 
-mod consolidate;
 mod make;
 mod map;
 mod merge;
@@ -29,7 +28,6 @@ use godwit_delta::{
     table,
 };
 
-pub use consolidate::{Consolidated, consolidate};
 pub use make::{NewDelta, create, describe_base, describe_over};
 pub use map::Words;
 pub use merge::{Merged, Target, merge};
@@ -111,8 +109,8 @@ impl Delta {
         Ok(Some(found.into_delta(states, opening.name, None)))
     }
 
-    /// A top whose extent is open, which must be this delta. One that was frozen is written again: whoever calls this knows that nothing lies
-    /// over it any more.
+    /// A top whose extent is open, which must be this delta. A frozen one is refused: who still names it as the top of a disk has an older copy of
+    /// what was written down.
     pub fn top_of(
         (file, path): (File, &Path),
         id: Id,
@@ -121,6 +119,9 @@ impl Delta {
     ) -> Result<Self, Error> {
         let found = Found::locked((file, path), Access::ReadWrite, opening)?;
         found.must_be(id)?;
+        if found.label.in_use == Use::Frozen {
+            return Err(found.unusable("it is frozen, and another image was written to since: what names it as the one to be written is an older copy; put back what belongs together"));
+        }
         found.into_top(opening, outliving)
     }
 
@@ -133,6 +134,15 @@ impl Delta {
         let states = found.own_states()?;
         Ok(found.into_delta(states, "", None))
     }
+
+    /// Has a frozen one be written again, as a top, durably: whoever calls this knows that nothing lies over it from now on that is written.
+    pub fn thaw(&mut self) -> Result<(), Error> {
+        match self.label.in_use {
+            Use::Frozen => self.say(Use::Closed),
+            Use::Open { .. } | Use::Closed => Ok(()),
+        }
+    }
+
     /// A last round: from here on it is complete by its tables alone, and read-only. It stays open, as a parent. Nothing may be under way,
     /// and nothing may be written to it any more.
     pub fn freeze(&mut self) -> Result<(), Error> {
@@ -441,12 +451,18 @@ impl Stack<Engine> {
     }
 }
 
-/// Whether this is an extent of ours that holds nothing.
+/// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
 pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> bool {
     let image = Image::of(file, path, Access::ReadWrite, block_bytes);
-    let found = image.and_then(Found::of).ok();
-    let found = found.filter(|found| !matches!(found.label.in_use, Use::Open { .. }));
-    let states = found.and_then(|found| found.own_states().ok());
+    let Ok(found) = image.and_then(Found::of) else {
+        return false;
+    };
+    let data = found.layout.data_at()..found.layout.file_bytes();
+    let holds_bytes = match found.label.in_use {
+        Use::Open { .. } => !matches!(tables::next_data(&found.image, data), Ok(None)),
+        Use::Closed | Use::Frozen => false,
+    };
+    let states = found.own_states().ok().filter(|_| !holds_bytes);
     states
         .is_some_and(|states| states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
 }

@@ -67,7 +67,7 @@ fn take(layout: &Layout, states: &States<Words>, first: u64, bytes: &[u8]) -> Re
 }
 
 /// The next part of a range that is no hole, as far as the file system tells.
-fn next_data(image: &Image, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
+pub(super) fn next_data(image: &Image, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
     if range.is_empty() {
         return Ok(None);
     }

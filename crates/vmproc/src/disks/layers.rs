@@ -1,13 +1,13 @@
 //! What a disk consists of that has snapshots: a description beside its image, and deltas above that.
 //!
 //! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it.
-//! What lies over it says `IMAGE.images` ([`Images`]), on the disk's own storage: so neither a host whose state was put back from an
+//! What lies over it says `IMAGE.images` ([`super::described`]), on the disk's own storage: so neither a host whose state was put back from an
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
-//! Owns nothing: the files are the disk's. Refuses: descriptions that anybody else may have written or that contradict themselves, deltas
-//! other than those that are described, and disks on block devices.
+//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, and disks on block devices.
 
-use super::claim::{Denied, as_opener};
+use super::claim::as_opener;
+use super::described::{NotDone, not_done};
 use super::images;
 use super::served::{Served, open_file};
 use super::{BLOCK, LOCK_WAIT, lock_name};
@@ -19,25 +19,22 @@ use godwit_blockio::delta::{
 };
 use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Image, Images, Kind};
-use godwit_store::{load_json, remove_document, save_json};
+use godwit_snapshots::{Fresh, Images};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{XattrFlags, getxattr, removexattr, setxattr};
 use std::fs::File;
-use std::io;
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// After an image's name: the description of what its disk consists of.
-pub(super) const DESCRIPTION: &str = ".images";
-/// The mark of an image that is not all of its disk.
-const LAYERED: &str = "user.godwit.layered";
 /// Where the kernel tells which boot this is.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// So many names are tried for a new image.
+const NUMBERS_MAX: usize = 64;
 /// By what deltas know a disk's own image: whoever reads a chain compares numbers.
 const OWN_IMAGE: u32 = 0x676f_6477;
 
@@ -71,50 +68,6 @@ impl OwnedPlace {
     }
 }
 
-/// Why something was not done with files.
-enum NotDone {
-    Denied(io::Error),
-    Why(String),
-}
-
-impl From<io::Error> for NotDone {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::PermissionDenied => Self::Denied(error),
-            _ => Self::Why(error.to_string()),
-        }
-    }
-}
-
-impl Denied for NotDone {
-    fn is_denied(&self) -> bool {
-        matches!(self, Self::Denied(_))
-    }
-}
-
-impl std::fmt::Display for NotDone {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Denied(error) => error.fmt(f),
-            Self::Why(why) => f.write_str(why),
-        }
-    }
-}
-
-/// Errors of files say in the end what the kernel said.
-fn not_done<E: std::error::Error + 'static>(error: E) -> NotDone {
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
-    while let Some(one) = cause {
-        let of_kernel = one.downcast_ref::<io::Error>().map(io::Error::kind);
-        if of_kernel == Some(io::ErrorKind::PermissionDenied) {
-            let said = io::Error::new(io::ErrorKind::PermissionDenied, error.to_string());
-            return NotDone::Denied(said);
-        }
-        cause = one.source();
-    }
-    NotDone::Why(error.to_string())
-}
-
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
@@ -124,11 +77,7 @@ pub(super) fn has_snapshots(changed: &str) -> String {
 
 /// Whether somebody may be told to have a description beside this image: where its own path says nothing of that.
 pub(super) fn has_layers(path: &str) -> bool {
-    !is_device_path(path) && description_of(path).symlink_metadata().is_ok()
-}
-
-fn description_of(path: &str) -> PathBuf {
-    PathBuf::from(format!("{path}{DESCRIPTION}"))
+    !is_device_path(path) && description_of(Path::new(path)).symlink_metadata().is_ok()
 }
 
 impl Place<'_> {
@@ -141,14 +90,14 @@ impl Place<'_> {
         }
     }
 
-    fn as_opener<R: Send>(
+    pub(super) fn as_opener<R: Send>(
         &self,
         work: impl Fn() -> Result<R, NotDone> + Sync,
     ) -> Result<R, String> {
         as_opener(self.config, self.owner.uid, work).map_err(|error| error.to_string())
     }
 
-    fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         Path::new(&self.spec.path)
     }
 
@@ -165,92 +114,6 @@ impl Place<'_> {
                 "disk '{}' is on the block device {}, beside which there is no place for what is written after a snapshot: move it to a datastore that is a directory first",
                 self.spec.name, self.spec.path
             )),
-        }
-    }
-
-    /// What the disk consists of, where that is more than its own image.
-    pub fn load(&self) -> Result<Option<Images>, String> {
-        if is_device_path(&self.spec.path) {
-            return Ok(None);
-        }
-        let at = description_of(&self.spec.path);
-        let found = self.as_opener(|| {
-            let found = match at.symlink_metadata() {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    return self.must_be_whole().map(|()| None);
-                }
-                found => found?,
-            };
-            self.must_be_ours(&at, &found)?;
-            load_json::<Images>(&at).map_err(not_done)
-        })?;
-        let Some(images) = found else { return Ok(None) };
-        let told = |why: String| format!("{}: {why}", at.display());
-        images.check().map_err(told)?;
-        let own = self.file_name()?;
-        let is_own = |image: &Image| image.kind == Kind::Raw && !image.common;
-        match images.images.get(own).is_some_and(is_own) {
-            true => Ok(Some(images)),
-            false => Err(told(format!(
-                "the disk's own image {own} is not described as one"
-            ))),
-        }
-    }
-
-    /// Whoever may write it decides what the guest's disk is.
-    fn must_be_ours(&self, at: &Path, found: &std::fs::Metadata) -> Result<(), NotDone> {
-        let by_us = [0, self.config.qemu_uid].contains(&found.uid());
-        let for_us = found.mode() & 0o022 == 0;
-        match found.is_file() && by_us && for_us {
-            true => Ok(()),
-            false => Err(NotDone::Why(format!(
-                "{} is no file of root or of user {} that nobody else may write: see who has put it there",
-                at.display(),
-                self.config.qemu_uid
-            ))),
-        }
-    }
-
-    /// Writes it down, durably: from here on the disk consists of that.
-    pub fn save(&self, images: &Images) -> Result<(), String> {
-        let at = description_of(&self.spec.path);
-        let common = User {
-            uid: self.config.qemu_uid,
-            ..self.owner
-        };
-        let place = Place {
-            owner: common,
-            ..*self
-        };
-        place.as_opener(|| {
-            if images.is_one_raw() {
-                // Before: a mark without a description would be a loss that is none.
-                self.mark(false);
-                return remove_document(&at).map_err(not_done);
-            }
-            save_json(&at, images).map_err(not_done)?;
-            self.mark(true);
-            Ok(())
-        })
-    }
-
-    /// Has the disk's own image say that it is not all of the disk, where its file system keeps that.
-    fn mark(&self, has_layers: bool) {
-        let _ = match has_layers {
-            true => setxattr(self.path(), LAYERED, b"1", XattrFlags::empty()),
-            false => removexattr(self.path(), LAYERED),
-        };
-    }
-
-    /// An image whose description is gone holds what its disk was before its first snapshot.
-    fn must_be_whole(&self) -> Result<(), NotDone> {
-        let mut value = [0; 8];
-        match getxattr(self.path(), LAYERED, &mut value[..]) {
-            Err(_) => Ok(()),
-            Ok(_) => Err(NotDone::Why(format!(
-                "the image {path} is a part of its disk, which has snapshots, and {path}{DESCRIPTION} is gone, which says what else belongs to it: put that file back (or, if all that came after the first snapshot may be lost, 'setfattr -x {LAYERED} {path}')",
-                path = self.spec.path
-            ))),
         }
     }
 
@@ -410,13 +273,7 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| id_of(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
-        let spec = DiskSpec {
-            path: self.extent(name).to_string_lossy().into_owned(),
-            read_only,
-            ..self.spec.clone()
-        };
-        let file = open_file(self.config, &spec, self.owner).map_err(|error| error.message)?;
-        Ok((file, id))
+        Ok((self.open_beside(name, read_only)?, id))
     }
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
@@ -439,14 +296,40 @@ impl Place<'_> {
             .map_or(0, |found| found.blocks().saturating_mul(512))
     }
 
-    /// Removes a delta that is not described as a part of the disk. Returns whether it is gone.
+    /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
+    /// nothing more to be done.
     pub fn remove(&self, name: &str, id: Option<&str>) -> bool {
-        if let Some(id) = id.and_then(id_of) {
+        let id = id.and_then(id_of);
+        if let Some(id) = id {
             // It is gone with the next boot of the host.
             let _ = std::fs::remove_file(self.map_of(id));
         }
+        if self.extent(name).symlink_metadata().is_ok() && !self.is_to_go(name, id) {
+            tracing::warn!(
+                name,
+                "a file has the name of an image that is not needed, and is another one: it stays"
+            );
+            return true;
+        }
+        let (descriptor, extent) = (self.descriptor(name), self.extent(name));
         // The descriptor makes it one.
-        images::remove(&self.descriptor(name)) && images::remove(&self.extent(name))
+        let gone = self.as_common(|| {
+            let gone = images::remove(&descriptor) && images::remove(&extent);
+            gone.then_some(())
+                .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())
+        });
+        gone.is_ok()
+    }
+
+    fn is_to_go(&self, name: &str, id: Option<Id>) -> bool {
+        let path = self.extent(name);
+        let Ok(file) = self.open_beside(name, false) else {
+            return false;
+        };
+        match id {
+            Some(id) => Delta::unlocked((file, &path), id, BLOCK).is_ok(),
+            None => is_empty((file, &path), BLOCK),
+        }
     }
 
     /// Removes what is part of the disk no more, and has the description forget it.
@@ -462,30 +345,70 @@ impl Place<'_> {
 
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
-        let Ok(own) = self.file_name() else { return };
-        let beside = self.path().parent().and_then(|above| above.read_dir().ok());
-        for entry in beside.into_iter().flatten().flatten() {
-            let name = entry.file_name();
-            let name = name.to_str().and_then(|name| name.strip_suffix(".vmdk"));
-            let number = name.and_then(|name| name.strip_prefix(own)?.strip_prefix(".d"));
-            let is_ours = number.is_some_and(|number| number.parse::<u64>().is_ok());
-            let Some(name) = name.filter(|_| is_ours) else {
-                continue;
-            };
-            let is_named = images.images.contains_key(name) || images.leaving.contains_key(name);
-            if !is_named && self.is_empty(name) {
-                self.remove(name, None);
+        for (name, _) in self.unnamed(images) {
+            if self.is_to_go(&name, None) {
+                self.remove(&name, None);
             }
         }
     }
 
-    fn is_empty(&self, name: &str) -> bool {
+    /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
+    /// a later description.
+    pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
+        let mut later = self.unnamed(images).into_iter();
+        let later =
+            later.find(|(name, number)| *number >= images.next && !self.is_to_go(name, None));
+        match later {
+            None => Ok(()),
+            Some((name, _)) => Err(format!(
+                "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
+                description_of(self.path()).display()
+            )),
+        }
+    }
+
+    /// Names of deltas of this disk that are not described, and their numbers.
+    fn unnamed(&self, images: &Images) -> Vec<(String, u64)> {
+        let Ok(own) = self.file_name() else {
+            return Vec::new();
+        };
+        let beside = self.path().parent().and_then(|above| above.read_dir().ok());
+        let number = |name: &str| {
+            let name = name.strip_suffix("-sesparse.vmdk")?;
+            let number = name.strip_prefix(own)?.strip_prefix(".d")?.parse().ok()?;
+            Some((name.to_owned(), number))
+        };
+        let names = beside.into_iter().flatten().flatten();
+        let found = names.filter_map(|entry| number(entry.file_name().to_str()?));
+        let is_named =
+            |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
+        found.filter(|(name, _)| !is_named(name)).collect()
+    }
+
+    /// A number for the next delta under whose name there is nothing.
+    pub fn free_number(&self, images: &Images) -> Result<u64, String> {
+        let own = self.file_name()?;
+        let is_free = |number: &u64| {
+            let name = Images::name_of(own, *number);
+            let files = [self.descriptor(&name), self.extent(&name)];
+            files.iter().all(|file| file.symlink_metadata().is_err())
+        };
+        let mut numbers = (images.next..).take(NUMBERS_MAX);
+        numbers.find(is_free).ok_or_else(|| {
+            format!(
+                "there are files under the next {NUMBERS_MAX} names for images of disk '{}': see whose they are",
+                self.spec.name
+            )
+        })
+    }
+
+    fn open_beside(&self, name: &str, read_only: bool) -> Result<File, String> {
         let spec = DiskSpec {
             path: self.extent(name).to_string_lossy().into_owned(),
+            read_only,
             ..self.spec.clone()
         };
-        let file = open_file(self.config, &spec, self.owner);
-        file.is_ok_and(|file| is_empty((file, &self.extent(name)), BLOCK))
+        open_file(self.config, &spec, self.owner).map_err(|error| error.message)
     }
 }
 
@@ -499,7 +422,8 @@ impl Served {
         let refused = |why: &dyn std::fmt::Display| self.refused(spec, why);
         let all = self.all();
         let place = all.place(spec);
-        let Some(images) = place.load().map_err(|why| refused(&why))? else {
+        let found = place.load_of(image.as_fd());
+        let Some(images) = found.map_err(|why| refused(&why))? else {
             return Ok(Vec::new());
         };
         if spec.read_only || !has_image {
@@ -516,6 +440,11 @@ impl Served {
                 images.bytes
             )));
         }
+        let is_latest = images
+            .must_be_one_moment(&self.config.vm)
+            .and_then(|()| place.must_be_the_latest(&images));
+        let confirmed = is_latest.and_then(|()| place.confirm(image.as_fd(), &images));
+        confirmed.map_err(|why| refused(&why))?;
         lock(&self.layered).insert(spec.name.clone());
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
@@ -530,14 +459,11 @@ fn opening(name: &str, patience: Duration) -> Opening<'_> {
     }
 }
 
-/// A new delta of this disk.
-pub(super) fn fresh(images: &Images, disk_file: &str) -> Result<Fresh, String> {
-    let mut id = [0; 16];
-    getrandom::fill(&mut id).map_err(|error| error.to_string())?;
-    Ok(Fresh {
-        name: images.next_name(disk_file),
-        id: format!("{:032x}", u128::from_be_bytes(id)),
-    })
+/// Of 128 bits, in hexadecimal digits.
+pub(super) fn random_number() -> Result<String, String> {
+    let mut number = [0; 16];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
 fn id_of(text: &str) -> Option<Id> {

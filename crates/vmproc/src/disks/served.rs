@@ -14,6 +14,7 @@ use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::there::{WentAlong, are_looked_at};
+use super::tidying::Tidies;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
 use crate::adoption::lock;
 use crate::faults::planted;
@@ -124,8 +125,8 @@ pub(super) struct Served {
     pub(super) descriptions: Mutex<()>,
     /// Disks that consist of more than their own image, by name.
     pub(super) layered: Mutex<BTreeSet<String>>,
-    /// Whether a thread gives up images that nobody needs.
-    pub(super) tidies: AtomicBool,
+    /// Images that nobody needs any more.
+    pub(super) tidies: Tidies,
     /// QEMU's connections to them, by their places, that the program before this one had.
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
@@ -166,7 +167,7 @@ impl Served {
             keeping: Keeping::default(),
             descriptions: Mutex::default(),
             layered: Mutex::default(),
-            tidies: AtomicBool::new(false),
+            tidies: Tidies::default(),
             handed: Mutex::default(),
         }
     }
@@ -358,6 +359,7 @@ impl Served {
         let mut tried = self.is_tried.iter();
         tried.any(|is_tried| is_tried.load(Ordering::SeqCst))
             || self.keeping.is_busy()
+            || self.tidies.works()
             || are_looked_at()
     }
 

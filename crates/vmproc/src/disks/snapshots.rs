@@ -5,7 +5,7 @@
 //!
 //! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
 
-use super::layers::{Place, fresh};
+use super::layers::{Place, random_number};
 use super::resize::AtRest;
 use super::served::{Served, refused};
 use super::{Disks, LOCK_WAIT};
@@ -73,7 +73,7 @@ impl All<'_> {
                     let bytes = found
                         .map_err(|error| format!("{}: {error}", spec.path))?
                         .len();
-                    Ok(Images::of_one(place.file_name()?, bytes))
+                    Ok(Images::of_one(place.file_name()?, bytes, &random_number()?))
                 }
             });
             found.map_err(|why| self.refused(spec, &why))
@@ -87,7 +87,7 @@ impl All<'_> {
         for images in &all {
             for snapshot in &images.snapshots {
                 let is_known = listed.iter().any(|known| known.name == snapshot.name);
-                if !is_known && self.is_whole(&all, snapshot) {
+                if !is_known {
                     listed.push(self.view(&all, snapshot));
                 }
             }
@@ -99,16 +99,18 @@ impl All<'_> {
         Ok(Snapshots {
             after: all.iter().find_map(|images| images.after.clone()),
             unneeded_images: left.sum(),
+            why_unmerged: String::new(),
             snapshots: listed,
         })
     }
 
-    /// Whether each disk that was frozen with it, and that the VM has still, has it.
-    fn is_whole(&self, all: &[Images], snapshot: &Snapshot) -> bool {
-        let mut all = self.specs.iter().zip(all);
-        all.all(|(spec, images)| {
-            !snapshot.disks.contains(&spec.name) || images.snapshot(&snapshot.name).is_ok()
-        })
+    /// Disks that were frozen with it, that the VM has still, and that do not have it.
+    fn lacking(&self, all: &[Images], snapshot: &Snapshot) -> Vec<String> {
+        let all = self.specs.iter().zip(all);
+        let lacking = all.filter(|(spec, images)| {
+            snapshot.disks.contains(&spec.name) && images.snapshot(&snapshot.name).is_err()
+        });
+        lacking.map(|(spec, _)| spec.name.clone()).collect()
     }
 
     fn view(&self, all: &[Images], snapshot: &Snapshot) -> SnapshotView {
@@ -129,6 +131,7 @@ impl All<'_> {
             text: snapshot.text.clone(),
             quiesced: snapshot.quiesced,
             disks: snapshot.disks.clone(),
+            lacking: self.lacking(all, snapshot),
             bytes: bytes.sum(),
         }
     }
@@ -140,14 +143,19 @@ impl All<'_> {
         over: impl Fn(&Images) -> Option<String>,
     ) -> Result<Vec<Changed>, ApiError> {
         let mut changed = Vec::new();
-        for (spec, before) in self.specs.iter().zip(self.load()?) {
+        for (spec, mut before) in self.specs.iter().zip(self.load()?) {
             let place = self.place(spec);
-            let prepared = place.must_take_snapshots().and_then(|()| {
-                let fresh = fresh(&before, place.file_name()?)?;
+            let may = place.must_take_snapshots();
+            let prepared = may.and_then(|()| {
+                place.must_be_the_latest(&before)?;
+                before.next = place.free_number(&before)?;
+                let fresh = Fresh {
+                    name: Images::name_of(place.file_name()?, before.next),
+                    id: random_number()?,
+                };
                 let now = change(&before, &fresh)?;
                 let over = over(&before).unwrap_or_else(|| before.top.clone());
-                // A process that died may have made it, and nothing names it.
-                place.remove(&fresh.name, None);
+                place.begin(&now)?;
                 place.make(&before, &over, &fresh)?;
                 Ok(Changed { before, now, fresh })
             });
@@ -194,36 +202,56 @@ impl All<'_> {
                 reached("snapshot.written");
                 continue;
             };
-            let mut unsure = Vec::new();
-            for (place, (spec, one)) in self.specs.iter().zip(changed).enumerate().take(place + 1) {
-                if self.place(spec).save(&one.before).is_err() {
-                    unsure.push(place);
-                }
-            }
+            let all = self.specs.iter().zip(changed).enumerate();
+            let unsure = all.take(place + 1).filter(|(_, (spec, one))| {
+                let back = self.place(spec).save(&one.before);
+                back.is_err()
+            });
+            let unsure = unsure.map(|(place, _)| place).collect();
             return Err((self.refused(spec, &why), unsure));
         }
         Ok(())
     }
 
-    /// A snapshot that some of its disks lack is none, and what was made for one and not named is of no use.
+    /// Forgets a snapshot that some of its disks lack since whoever took it died, and removes what was made for one and not named. One that lacks a
+    /// disk for another reason stays: what it holds of the others may be wanted.
     pub(super) fn forget_halves(&self) -> Result<(), ApiError> {
         let all = self.load()?;
         for (spec, images) in self.specs.iter().zip(&all) {
             self.place(spec).remove_unnamed(images);
-            let halves = images
-                .snapshots
-                .iter()
-                .filter(|one| !self.is_whole(&all, one));
-            let mut now = images.clone();
-            for half in halves {
-                now = now
-                    .forget(&half.name)
-                    .map_err(|why| self.refused(spec, &why))?;
-            }
-            if now != *images {
-                let saved = self.place(spec).save(&now);
-                saved.map_err(|why| self.refused(spec, &why))?;
-            }
+            let Some(half) = images
+                .taken_last()
+                .filter(|one| !self.lacking(&all, one).is_empty())
+            else {
+                continue;
+            };
+            let now = images.forget(&half.name);
+            let saved = now.and_then(|now| self.place(spec).save(&now));
+            saved.map_err(|why| self.refused(spec, &why))?;
+        }
+        Ok(())
+    }
+
+    /// Of several disks some may go back and others not where this process dies: none is used before all of them have. Where this fails, or what
+    /// follows, that is so, and going back is to be tried again.
+    fn begin_revert(&self, changed: &[Changed], name: &SnapshotName) -> Result<(), ApiError> {
+        if changed.len() < 2 {
+            return Ok(());
+        }
+        for (spec, one) in self.specs.iter().zip(changed) {
+            let begun = one.before.reverting(name);
+            let saved = begun.and_then(|begun| self.place(spec).save(&begun));
+            saved.map_err(|why| self.refused(spec, &why))?;
+            reached("snapshot.reverting");
+        }
+        Ok(())
+    }
+
+    /// Refuses what would go on from disks of which only some went back.
+    fn must_not_be_reverting(&self) -> Result<(), ApiError> {
+        for (spec, images) in self.specs.iter().zip(self.load()?) {
+            let gone = images.must_be_one_moment(&self.config.vm);
+            gone.map_err(|why| self.refused(spec, &why))?;
         }
         Ok(())
     }
@@ -311,6 +339,7 @@ impl AtRest {
     pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
         let all = self.all();
         let _locked = self.lock_all(&all.specs)?;
+        all.must_not_be_reverting()?;
         all.forget_halves()?;
         let snapshot = all.snapshot(wish);
         let changed = all.prepare(
@@ -336,20 +365,24 @@ impl AtRest {
         let loaded = all.load()?;
         let known = all.specs.iter().zip(&loaded);
         let known = known.filter(|(_, images)| images.snapshot(name).is_ok());
-        let known: Vec<DiskSpec> = known.map(|(spec, _)| spec.clone()).collect();
-        if known.is_empty() {
-            return Err(all.unknown(name, &loaded));
+        let (known, having): (Vec<DiskSpec>, Vec<&Images>) =
+            known.map(|(spec, images)| (spec.clone(), images)).unzip();
+        let found = having.first().and_then(|images| images.snapshot(name).ok());
+        let found = found.ok_or_else(|| all.unknown(name, &loaded))?;
+        let lacking = all.lacking(&loaded, found);
+        if !lacking.is_empty() {
+            let why = format!(
+                "snapshot '{name}' is not whole: {} of those that were frozen with it lack it",
+                listed(&lacking)
+            );
+            return Err(all.not_so(&why));
         }
         all.specs = known;
         let image = |images: &Images| images.snapshot(name).ok().map(|found| found.image.clone());
         let revert = |images: &Images, fresh: &Fresh| images.revert(name, fresh);
         let changed = all.prepare(revert, image)?;
-        if let Err((error, unsure)) = all.commit(&changed) {
-            if unsure.is_empty() {
-                all.unmake(&changed);
-            }
-            return Err(error);
-        }
+        all.begin_revert(&changed, name)?;
+        all.commit(&changed).map_err(|(error, _)| error)?;
         for (spec, one) in all.specs.iter().zip(&changed) {
             let removed = all.place(spec).remove_what_leaves(&one.now);
             removed.map_err(|why| all.refused(spec, &why))?;
@@ -364,6 +397,7 @@ impl AtRest {
     pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
         let all = self.all();
         let _locked = self.lock_all(&all.specs)?;
+        all.must_not_be_reverting()?;
         let said = all.forget(name)?;
         all.forget_halves()?;
         let left = all.list()?.unneeded_images;
@@ -376,7 +410,11 @@ impl AtRest {
 
 impl Disks {
     pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
-        self.0.all().list()
+        let served = &self.0;
+        Ok(Snapshots {
+            why_unmerged: served.tidies.why(),
+            ..served.all().list()?
+        })
     }
 
     /// Takes one while the guest runs, or stands still: for it all disks stand still together for a moment.
@@ -405,7 +443,7 @@ impl Disks {
             all.forget_halves()?;
             said
         };
-        served.begin_tidying();
+        served.tidying_is_due();
         Ok(deleted)
     }
 }
@@ -480,7 +518,7 @@ impl Served {
 
 impl Served {
     /// Another thread may have begun to serve it meanwhile, with another connection.
-    fn must_be_the_disk(&self, spec: &DiskSpec, disk: &Arc<Disk>) -> Result<(), String> {
+    pub(super) fn must_be_the_disk(&self, spec: &DiskSpec, disk: &Arc<Disk>) -> Result<(), String> {
         let index = self
             .what()
             .disks

@@ -58,13 +58,15 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
 }
 
 fn left_of_deleted(found: &Snapshots) -> Option<String> {
-    match found.unneeded_images {
-        0 => None,
-        1 => Some("one image of deleted snapshots is merged while the guest runs".into()),
-        images => Some(format!(
-            "{images} images of deleted snapshots are merged while the guest runs"
-        )),
-    }
+    let left = match found.unneeded_images {
+        0 => return None,
+        1 => "one image of deleted snapshots is merged while the guest runs".to_owned(),
+        images => format!("{images} images of deleted snapshots are merged while the guest runs"),
+    };
+    Some(match found.why_unmerged.as_str() {
+        "" => left,
+        why => format!("{left}; not yet, since {why}"),
+    })
 }
 
 /// A tree: what came after a snapshot is below it and further to the right.
@@ -83,13 +85,21 @@ fn rows(found: &Snapshots) -> Vec<Vec<String>> {
             format!("{}{}{mark}", "  ".repeat(depth), snapshot.name),
             moment(snapshot.made_unix_s),
             amount(snapshot.bytes),
-            listed(&snapshot.disks),
+            disks(snapshot),
             snapshot.text.clone(),
         ]);
         let name = Some(&snapshot.name);
         waiting.extend(after(found, name).rev().map(|one| (one, depth + 1)));
     }
     rows
+}
+
+fn disks(snapshot: &SnapshotView) -> String {
+    let disks = listed(&snapshot.disks);
+    match snapshot.lacking.is_empty() {
+        true => disks,
+        false => format!("{disks} (of no use: {} lost it)", listed(&snapshot.lacking)),
+    }
 }
 
 fn after<'a>(
@@ -113,6 +123,7 @@ mod tests {
             text: String::new(),
             quiesced: false,
             disks: vec!["root".into(), "data".into()],
+            lacking: Vec::new(),
             bytes: 3 << 20,
         }
     }
@@ -128,6 +139,7 @@ mod tests {
             ],
             after: Some(SnapshotName::new("other").unwrap()),
             unneeded_images: 2,
+            why_unmerged: "disk 'root' is full".into(),
         };
         let names: Vec<String> = rows(&found).into_iter().map(|row| row[0].clone()).collect();
         assert_eq!(
@@ -142,5 +154,11 @@ mod tests {
         assert_eq!(rows(&found)[0][2..4], ["3 MiB", "root, data"]);
         let left = left_of_deleted(&found).unwrap();
         assert!(left.starts_with("2 images"), "{left}");
+        assert!(left.ends_with("since disk 'root' is full"), "{left}");
+        let lost = SnapshotView {
+            lacking: vec!["data".into()],
+            ..view("lost", None)
+        };
+        assert_eq!(disks(&lost), "root, data (of no use: data lost it)");
     }
 }
