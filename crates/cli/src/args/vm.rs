@@ -175,7 +175,7 @@ pub enum VmCommand {
 pub enum VmSnapshotCommand {
     /// Take one, whether the guest runs or not
     ///
-    /// A guest that runs waits for a moment. What it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut.
+    /// A guest that runs waits for a moment. What it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut. Until all snapshots are deleted and merged the disks neither move nor grow.
     #[command(
         after_help = "Example:\n  godwit vm snapshot create web clean --text 'before the update'"
     )]
