@@ -8,14 +8,16 @@ use godwit_types::image::{ImageId, KnownImage};
 use godwit_types::{Generation, HostName, VmName};
 use serde::{Deserialize, Serialize};
 
-/// The format that this build writes, and the only one that it reads.
+/// The format of the record of an image that is all of its disk.
 pub const IMAGE_RECORD_FORMAT: u32 = 1;
+/// The same of an image over which others lie: builds that know of none refuse it, who would take it for all of the disk.
+pub const LAYERED_RECORD_FORMAT: u32 = 2;
 
 /// What an image says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageRecord {
-    /// [`IMAGE_RECORD_FORMAT`].
+    /// [`IMAGE_RECORD_FORMAT`] or [`LAYERED_RECORD_FORMAT`].
     pub format: u32,
     pub image: ImageId,
     /// Whose disk it was last.
@@ -41,6 +43,8 @@ pub struct ImageClaim<'a> {
     pub anew: bool,
     /// For an image that bears no record of this disk.
     pub fresh: &'a ImageId,
+    /// Whether the image is a part of the disk only.
+    pub layered: bool,
 }
 
 /// Why an image is not opened.
@@ -79,7 +83,7 @@ pub enum ImageRefusal {
         holder: HostName,
     },
     #[error(
-        "its record has format {found}, and this build reads format {IMAGE_RECORD_FORMAT}: use the version that wrote it"
+        "its record has format {found}, and this build reads up to format {LAYERED_RECORD_FORMAT}: use the version that wrote it"
     )]
     Format { found: u32 },
     /// A guest that stands still may not remember what is on it.
@@ -102,7 +106,7 @@ impl ImageClaim<'_> {
                 None => self.record(self.fresh, self.next(0)),
             });
         };
-        if found.format != IMAGE_RECORD_FORMAT {
+        if ![IMAGE_RECORD_FORMAT, LAYERED_RECORD_FORMAT].contains(&found.format) {
             return Err(ImageRefusal::Format {
                 found: found.format,
             });
@@ -156,6 +160,7 @@ impl ImageClaim<'_> {
             // Whoever asks late, or was put back from an old copy, takes nothing back from this host.
             let generation = found.generation.max(self.generation);
             return Ok(ImageRecord {
+                format: self.format(),
                 generation,
                 ..found.clone()
             });
@@ -170,6 +175,13 @@ impl ImageClaim<'_> {
         }
     }
 
+    fn format(&self) -> u32 {
+        match self.layered {
+            true => LAYERED_RECORD_FORMAT,
+            false => IMAGE_RECORD_FORMAT,
+        }
+    }
+
     /// Also in the place of another image: whoever finds that one again knows that it was before.
     fn next(&self, taken: u64) -> u64 {
         let known = self.known.map_or(0, |known| known.taken);
@@ -178,7 +190,7 @@ impl ImageClaim<'_> {
 
     fn record(&self, image: &ImageId, taken: u64) -> ImageRecord {
         ImageRecord {
-            format: IMAGE_RECORD_FORMAT,
+            format: self.format(),
             image: image.clone(),
             vm: self.vm.clone(),
             disk: self.disk.to_owned(),

@@ -26,6 +26,7 @@ impl Site {
             known: None,
             anew: true,
             fresh: &self.fresh,
+            layered: false,
         }
     }
 
@@ -231,11 +232,35 @@ fn a_host_that_begins_anew_takes_what_it_had_itself() {
 fn what_another_version_wrote_is_not_guessed_at() {
     let site = Site::new();
     let record = ImageRecord {
-        format: 2,
+        format: 3,
         ..site.taken(0, 3)
     };
     let refused = site.claim(0, 3).judge(Some(&record)).unwrap_err();
-    assert_eq!(refused, ImageRefusal::Format { found: 2 });
+    assert_eq!(refused, ImageRefusal::Format { found: 3 });
+}
+
+/// An earlier build reads format 1 alone.
+#[test]
+fn a_part_of_a_disk_says_so_to_builds_that_know_of_no_parts_until_it_is_all_of_it_again() {
+    let site = Site::new();
+    let whole = site.taken(0, 3);
+    for anew in [true, false] {
+        let layered = ImageClaim {
+            layered: true,
+            anew,
+            ..site.claim(0, 3)
+        };
+        let part = layered.judge(Some(&whole)).unwrap();
+        assert_eq!(part.format, LAYERED_RECORD_FORMAT);
+        let again = ImageClaim {
+            layered: false,
+            ..layered
+        };
+        assert_eq!(
+            again.judge(Some(&part)).unwrap().format,
+            IMAGE_RECORD_FORMAT
+        );
+    }
 }
 
 #[test]

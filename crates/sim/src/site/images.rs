@@ -157,6 +157,7 @@ impl Site {
             known: known.as_ref(),
             anew,
             fresh: &fresh,
+            layered: false,
         };
         if self.strikes(SiteFault::ImageUnread, READ_FAILS) {
             return match self.plant.opens_unread_image() {

@@ -41,6 +41,7 @@ impl Site {
             known: own.due.as_ref().or(own.notes.known.as_ref()),
             anew,
             fresh: &fresh,
+            layered: false,
         };
         judge(&claim, own.image())
     }

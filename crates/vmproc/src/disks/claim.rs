@@ -7,8 +7,10 @@
 
 use super::former::Former;
 use super::kept::{is_kept, said_of_another};
+use super::layers::has_layers;
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
+use crate::adoption::lock;
 use crate::faults::planted;
 use crate::image::{readable_record, record_of};
 use godwit_blockio::{Image, holder, label};
@@ -247,6 +249,7 @@ impl Served {
             known: known.as_ref(),
             anew: taking == Taking::Anew,
             fresh: &fresh,
+            layered: lock(&self.layered).contains(&spec.name) || has_layers(&spec.path),
         }))
     }
 

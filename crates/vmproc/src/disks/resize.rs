@@ -172,6 +172,7 @@ impl AtRest {
             known: known.iter().find(|known| known.disk == spec.name),
             anew: true,
             fresh: &fresh,
+            layered: has_layers(&spec.path),
         };
         let found = found.flatten();
         let judged = claim.judge(found.as_ref()).map(drop);

@@ -5,6 +5,7 @@
 //!
 //! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
 
+use super::claim::Taking;
 use super::layers::{Place, random_number};
 use super::resize::AtRest;
 use super::served::{Served, refused};
@@ -21,6 +22,7 @@ use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
 use godwit_vhost::{Disk, Standing};
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -482,6 +484,7 @@ impl Served {
             let top = top.map_err(|why| undone(all.refused(spec, &why)))?;
             let disk = self.disk(index.unwrap_or(usize::MAX));
             let disk = disk.map_err(|why| undone(all.refused(spec, why)))?;
+            self.note_layered(spec, &disk).map_err(undone)?;
             tops.push((spec, disk, top));
         }
         let disks: Vec<Arc<Disk>> = tops.iter().map(|(_, disk, _)| Arc::clone(disk)).collect();
@@ -517,6 +520,20 @@ impl Served {
 }
 
 impl Served {
+    /// Builds that know of no snapshots are to refuse the image before anything lies over it.
+    fn note_layered(&self, spec: &DiskSpec, disk: &Disk) -> Result<(), ApiError> {
+        lock(&self.layered).insert(spec.name.clone());
+        let Some(generation) = self.held() else {
+            return Ok(());
+        };
+        let image = disk
+            .lend_image()
+            .map_err(|error| self.refused(spec, &error))?;
+        let known = self.claim(spec, image.as_fd(), generation, Taking::Again)?;
+        known.into_iter().for_each(|known| self.keep_later(known));
+        Ok(())
+    }
+
     /// Another thread may have begun to serve it meanwhile, with another connection.
     pub(super) fn must_be_the_disk(&self, spec: &DiskSpec, disk: &Arc<Disk>) -> Result<(), String> {
         let index = self
