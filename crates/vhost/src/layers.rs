@@ -18,7 +18,10 @@ impl Device {
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
         let busy = self.busy();
         let settled = self.stack.settle().ok_or(busy)?;
-        Ok(settled.inspect_err(|_| self.lost_sync = true)?)
+        settled.map_err(|unsettled| {
+            self.lost_sync |= unsettled.lost;
+            unsettled.error.into()
+        })
     }
 
     /// Where this fails the disk takes nothing any more.

@@ -112,7 +112,10 @@ impl Target<'_> {
     fn settle(&mut self) -> std::io::Result<()> {
         match self {
             Self::Raw(fd, _) => file_of(*fd)?.sync_data(),
-            Self::Delta(delta) => tables::settle(&delta.image, &delta.layout, &delta.states),
+            Self::Delta(delta) => {
+                let settled = tables::settle(&delta.image, &delta.layout, &delta.states);
+                settled.map_err(|unfinished| unfinished.source)
+            }
         }
     }
 }

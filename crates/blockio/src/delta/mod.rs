@@ -57,6 +57,14 @@ pub struct Outliving<'a> {
     pub no_guest_lives: bool,
 }
 
+/// Why what was answered is not durable.
+#[derive(Debug)]
+pub struct Unsettled {
+    /// Storage may have lost what the guest was told; else only what says where it is is not written, as where there is no room.
+    pub lost: bool,
+    pub error: Error,
+}
+
 /// A delta that is open, and locked.
 #[derive(Debug)]
 pub struct Delta {
@@ -160,7 +168,7 @@ impl Delta {
 
     fn end(&mut self, how: Use) -> Result<(), Error> {
         let settled = tables::settle(&self.image, &self.layout, &self.states);
-        settled.map_err(|source| self.failed("make durable", source))?;
+        settled.map_err(|unfinished| self.failed("make durable", unfinished.source))?;
         self.say(how)?;
         // The tables say all of it now.
         if let Some(map) = self.map.take() {
@@ -422,22 +430,31 @@ impl Stack<Engine> {
     }
 
     /// Makes durable all that was answered, and what says where it is. Only while nothing is under way; else there is no answer.
-    pub fn settle(&mut self) -> Option<Result<(), Error>> {
+    pub fn settle(&mut self) -> Option<Result<(), Unsettled>> {
         if !self.is_idle() {
             return None;
         }
         let synced = match self.bottom.layers()?.0.last() {
             Some(top) => {
                 let settled = tables::settle(&top.image, &top.layout, &top.states);
-                return Some(settled.map_err(|source| top.failed("make durable", source)));
+                return Some(settled.map_err(|unfinished| Unsettled {
+                    lost: unfinished.lost,
+                    error: top.failed("make durable", unfinished.source),
+                }));
             }
-            None => rustix::fs::fdatasync(self.bottom.image()?.as_fd()),
+            None => {
+                let image = self.bottom.image()?;
+                rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()))
+            }
         };
         let path = self.bottom.image()?.path().to_owned();
-        Some(synced.map_err(|errno| Error::Image {
-            action: "make durable",
-            path,
-            source: errno.into(),
+        Some(synced.map_err(|errno| Unsettled {
+            lost: true,
+            error: Error::Image {
+                action: "make durable",
+                path,
+                source: errno.into(),
+            },
         }))
     }
 

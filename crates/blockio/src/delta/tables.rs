@@ -84,9 +84,30 @@ pub(super) fn next_data(image: &Image, range: Range<u64>) -> io::Result<Option<R
     Ok(Some(start..end.min(range.end)))
 }
 
+/// Why a round came to no end.
+#[derive(Debug)]
+pub(super) struct Unfinished {
+    /// Storage may have lost what a guest was told; else the tables alone are not written, and the next round writes them.
+    pub lost: bool,
+    pub source: io::Error,
+}
+
+impl From<io::Error> for Unfinished {
+    fn from(source: io::Error) -> Self {
+        Self {
+            lost: false,
+            source,
+        }
+    }
+}
+
 /// A last round: what is marked is durable after it, and nothing is marked.
-pub(super) fn settle(image: &Image, layout: &Layout, states: &States<Words>) -> io::Result<()> {
-    rustix::fs::fdatasync(image.as_fd())?;
+pub(super) fn settle(
+    image: &Image,
+    layout: &Layout,
+    states: &States<Words>,
+) -> Result<(), Unfinished> {
+    sync(image).map_err(|source| Unfinished { lost: true, source })?;
     let marked = states.marked();
     let mut buffer = Buffer::zeroed(BLOCK as usize);
     for block in &marked {
@@ -95,8 +116,13 @@ pub(super) fn settle(image: &Image, layout: &Layout, states: &States<Words>) -> 
         file_of(image.as_fd())?.write_all_at(buffer.bytes(), layout.block_at(*block))?;
     }
     if !marked.is_empty() {
-        rustix::fs::fdatasync(image.as_fd())?;
+        sync(image)?;
     }
     marked.iter().for_each(|block| states.unmark(*block));
     Ok(())
+}
+
+fn sync(image: &Image) -> io::Result<()> {
+    let synced = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()));
+    synced.map_err(io::Error::from)
 }
