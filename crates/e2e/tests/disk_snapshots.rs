@@ -7,7 +7,7 @@ use disk_site::{BYTES, LONG, LOOK_EVERY, Site, dies_at, has_died, progress};
 use godwit_testkit::guest::boot_disk;
 use godwit_types::SnapshotName;
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
+use godwit_types::snapshots::{Quiesce, SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::vm::VmState;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -19,9 +19,16 @@ fn named(name: &str) -> Result<SnapshotName> {
     Ok(SnapshotName::new(name)?)
 }
 
+fn wish(name: &str) -> Result<TakeSnapshot> {
+    Ok(TakeSnapshot {
+        name: named(name)?,
+        text: String::new(),
+        quiesce: Quiesce::IfPossible,
+    })
+}
+
 fn take(site: &Site, name: &str) -> Result<String> {
-    let (name, text) = (named(name)?, String::new());
-    done(site, &VmRequest::TakeSnapshot(TakeSnapshot { name, text }))
+    done(site, &VmRequest::TakeSnapshot(wish(name)?))
 }
 
 fn delete(site: &Site, name: &str) -> Result<String> {
@@ -321,13 +328,7 @@ fn an_older_description_that_was_put_back_does_not_bring_an_older_disk_back() ->
     let round = stop(&site)?;
     let kept = std::fs::read(&described)?;
     std::fs::write(&described, older)?;
-    for request in [
-        VmRequest::Start,
-        VmRequest::TakeSnapshot(TakeSnapshot {
-            name: named("three")?,
-            text: String::new(),
-        }),
-    ] {
+    for request in [VmRequest::Start, VmRequest::TakeSnapshot(wish("three")?)] {
         let refused = done(&site, &request).err().context("it is used")?;
         ensure!(
             format!("{refused:#}").contains("is older than"),

@@ -252,6 +252,17 @@ impl Images {
         (self.below(&self.top) == Some(&last.image)).then_some(last)
     }
 
+    /// Once it is certain that the guest's file systems stood still for this snapshot.
+    #[must_use]
+    pub fn quiesced(&self, name: &SnapshotName) -> Self {
+        let mut now = self.clone();
+        let mut all = now.snapshots.iter_mut();
+        if let Some(snapshot) = all.find(|snapshot| snapshot.name == *name) {
+            snapshot.quiesced = true;
+        }
+        now
+    }
+
     /// Leaves it out: it is to be removed, unless others may have it, too.
     pub(crate) fn drop_image(&mut self, name: &str) {
         if let Some(gone) = self.images.remove(name).filter(|gone| !gone.common) {

@@ -25,6 +25,18 @@ pub fn description_of(image: &Path) -> PathBuf {
     path.into()
 }
 
+/// Whether the guest's file systems are to stand still for a snapshot, which its agent has them do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Quiesce {
+    /// Where the guest runs and has an agent that answers; else the snapshot is as after a power cut.
+    #[default]
+    IfPossible,
+    /// There is no snapshot where that is not possible.
+    Always,
+    Never,
+}
+
 /// Takes a snapshot of all disks that the guest may write, whether it runs or not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -34,6 +46,8 @@ pub struct TakeSnapshot {
     /// What a person wants to know of it later.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub text: String,
+    #[serde(default)]
+    pub quiesce: Quiesce,
 }
 
 impl TakeSnapshot {

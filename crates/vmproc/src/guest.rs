@@ -134,6 +134,14 @@ impl Guest {
         spawned.is_ok()
     }
 
+    /// Who has the guest's file systems stand still, where it runs and something in it has the port open.
+    pub(crate) fn freezer(&self) -> Option<Arc<Freezer>> {
+        let deadline = Instant::now() + QMP_WAIT;
+        let runs = matches!(self.machine.query_status(deadline), Ok(RunState::Running));
+        let has_agent = runs && matches!(self.machine.has_agent(deadline), Ok(true));
+        has_agent.then(|| Arc::clone(&self.freezer))
+    }
+
     fn power_off(&self) {
         let Err(error) = self.port.power_off(Instant::now() + POWER_OFF_WAIT) else {
             return;

@@ -6,15 +6,17 @@
 use crate::ask::AskSnapshots;
 use crate::disk_orders::{DiskOrder, Work};
 use crate::disks::{AtRest, Disks};
+use crate::guest::Guest;
 use crate::vm::Vm;
 use godwit_types::host_api::VmAnswer;
-use godwit_types::snapshots::{Snapshots, TakeSnapshot};
+use godwit_types::snapshots::{Quiesce, Snapshots, TakeSnapshot};
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
 /// A guest's disks, or those of a VM that has none.
 enum Which {
-    Served(Disks),
+    Served(Disks, Option<Arc<Guest>>),
     AtRest(Box<AtRest>),
 }
 
@@ -88,7 +90,7 @@ impl Vm {
     fn must_be_at_rest(&self, which: Which, name: &SnapshotName) -> Result<AtRest, ApiError> {
         match which {
             Which::AtRest(at_rest) => Ok(*at_rest),
-            Which::Served(_) => {
+            Which::Served(..) => {
                 let (vm, host) = (&self.config.vm, &self.config.host);
                 let message = format!(
                     "VM '{vm}' is on: its disks cannot become what they were at snapshot '{name}' under its guest; stop it first with 'godwit vm stop {vm} --wait'"
@@ -108,7 +110,7 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::WrongState, message).on_host(host));
         }
         if let Some(hyper) = &self.hyper {
-            return Ok(Which::Served(hyper.disks.clone()));
+            return Ok(Which::Served(hyper.disks.clone(), hyper.guest.clone()));
         }
         Ok(Which::AtRest(Box::new(AtRest {
             config: self.config.clone(),
@@ -122,21 +124,25 @@ impl Vm {
 impl Which {
     fn list(&self) -> Result<Snapshots, ApiError> {
         match self {
-            Self::Served(disks) => disks.list_snapshots(),
+            Self::Served(disks, _) => disks.list_snapshots(),
             Self::AtRest(disks) => disks.list_snapshots(),
         }
     }
 
     fn take(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
         match self {
-            Self::Served(disks) => disks.take_snapshot(wish),
+            Self::Served(disks, guest) => {
+                // Its QEMU may not answer: it is asked from here, where nobody waits.
+                let freezer = guest.as_ref().filter(|_| wish.quiesce != Quiesce::Never);
+                disks.take_snapshot(wish, freezer.and_then(|guest| guest.freezer()))
+            }
             Self::AtRest(disks) => disks.take_snapshot(wish),
         }
     }
 
     fn delete(&self, name: &SnapshotName) -> Result<String, ApiError> {
         match self {
-            Self::Served(disks) => disks.delete_snapshot(name),
+            Self::Served(disks, _) => disks.delete_snapshot(name),
             Self::AtRest(disks) => disks.delete_snapshot(name),
         }
     }

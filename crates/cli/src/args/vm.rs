@@ -175,9 +175,9 @@ pub enum VmCommand {
 pub enum VmSnapshotCommand {
     /// Take one, whether the guest runs or not
     ///
-    /// A guest that runs waits for a moment. What it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut. Until all snapshots are deleted and merged the disks neither move nor grow.
+    /// A guest that runs waits for a moment. If it has an agent (qemu-guest-agent) that writes its file systems out and has them stand still, then the snapshot has all that it was asked to keep. Else what it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut. Until all snapshots are deleted and merged the disks neither move nor grow.
     #[command(
-        after_help = "Example:\n  godwit vm snapshot create web clean --text 'before the update'"
+        after_help = "Examples:\n  godwit vm snapshot create web clean --text 'before the update'\n  godwit vm snapshot create web clean --quiesce"
     )]
     Create {
         /// The VM
@@ -192,6 +192,12 @@ pub enum VmSnapshotCommand {
             hide_default_value = true
         )]
         text: String,
+        /// Take none where the guest's agent does not have its file systems stand still
+        #[arg(long, conflicts_with = "no_quiesce")]
+        quiesce: bool,
+        /// Do not ask the guest's agent
+        #[arg(long)]
+        no_quiesce: bool,
     },
     /// List them, each below the one that it came after
     #[command(after_help = "Example:\n  godwit vm snapshot list web")]

@@ -5,15 +5,11 @@
 //!
 //! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
 
-use super::claim::Taking;
 use super::layers::{Place, random_number};
 use super::resize::AtRest;
-use super::served::{Served, refused};
-use super::{Disks, LOCK_WAIT};
-use crate::adoption::lock;
+use super::served::refused;
 use crate::faults::reached;
 use crate::files::Paths;
-use godwit_blockio::delta::Delta;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Fresh, Images, Snapshot};
 use godwit_types::host_api::VmProcessConfig;
@@ -21,13 +17,7 @@ use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
-use godwit_vhost::{Disk, Standing};
-use std::os::fd::AsFd as _;
-use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-
-/// How long a disk may take until nothing of it is under way.
-const STAND_WAIT: Duration = Duration::from_millis(500);
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The disks of a VM that its guest may write.
 pub(super) struct All<'a> {
@@ -40,8 +30,8 @@ pub(super) struct All<'a> {
 /// What a disk consists of, and what it is to consist of.
 pub(super) struct Changed {
     before: Images,
-    now: Images,
-    fresh: Fresh,
+    pub now: Images,
+    pub fresh: Fresh,
 }
 
 impl All<'_> {
@@ -54,11 +44,11 @@ impl All<'_> {
         }
     }
 
-    fn refused(&self, spec: &DiskSpec, why: &str) -> ApiError {
+    pub(super) fn refused(&self, spec: &DiskSpec, why: &str) -> ApiError {
         refused(self.config, spec, &why)
     }
 
-    fn not_so(&self, why: &str) -> ApiError {
+    pub(super) fn not_so(&self, why: &str) -> ApiError {
         let (vm, host) = (&self.config.vm, &self.config.host);
         let message = format!("VM '{vm}' on host '{host}': {why}");
         ApiError::new(ErrorCode::WrongState, message).on_host(host)
@@ -83,7 +73,7 @@ impl All<'_> {
         self.specs.iter().map(load).collect()
     }
 
-    fn list(&self) -> Result<Snapshots, ApiError> {
+    pub(super) fn list(&self) -> Result<Snapshots, ApiError> {
         let all = self.load()?;
         let mut listed: Vec<SnapshotView> = Vec::new();
         for images in &all {
@@ -176,14 +166,14 @@ impl All<'_> {
     }
 
     /// Removes deltas that no description names.
-    fn unmake(&self, changed: &[Changed]) {
+    pub(super) fn unmake(&self, changed: &[Changed]) {
         for (spec, one) in self.specs.iter().zip(changed) {
             self.place(spec)
                 .remove(&one.fresh.name, Some(&one.fresh.id));
         }
     }
 
-    fn snapshot(&self, wish: &TakeSnapshot) -> Snapshot {
+    pub(super) fn snapshot(&self, wish: &TakeSnapshot) -> Snapshot {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         Snapshot {
             name: wish.name.clone(),
@@ -198,7 +188,7 @@ impl All<'_> {
 
     /// Writes down what they consist of from now on; all of them, or none. Where that fails it is not certain of those whose places come
     /// back with the error.
-    fn commit(&self, changed: &[Changed]) -> Result<(), (ApiError, Vec<usize>)> {
+    pub(super) fn commit(&self, changed: &[Changed]) -> Result<(), (ApiError, Vec<usize>)> {
         for (place, (spec, one)) in self.specs.iter().zip(changed).enumerate() {
             let Err(why) = self.place(spec).save(&one.now) else {
                 reached("snapshot.written");
@@ -258,7 +248,7 @@ impl All<'_> {
         Ok(())
     }
 
-    fn forget(&self, name: &SnapshotName) -> Result<String, ApiError> {
+    pub(super) fn forget(&self, name: &SnapshotName) -> Result<String, ApiError> {
         let all = self.load()?;
         let mut is_known = false;
         for (spec, images) in self.specs.iter().zip(&all) {
@@ -296,13 +286,33 @@ impl All<'_> {
         ApiError::new(ErrorCode::InvalidRequest, message).on_host(&self.config.host)
     }
 
-    fn taken(&self, wish: &TakeSnapshot, stood: Option<Duration>) -> String {
+    /// `quiesced`: why the guest's file systems did not stand still, where they did not; nothing of a VM that is off.
+    pub(super) fn taken(
+        &self,
+        wish: &TakeSnapshot,
+        stood: Option<Duration>,
+        quiesced: Result<(), String>,
+    ) -> String {
         let disks = listed(self.specs.iter().map(|spec| &spec.name));
         let (vm, name) = (&self.config.vm, &wish.name);
         let waited = stood.map_or_else(String::new, |stood| {
             format!("; its guest waited {:.0} ms", stood.as_secs_f64() * 1e3)
         });
-        format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}")
+        let like = match quiesced {
+            Ok(()) => "; its file systems stood still".to_owned(),
+            Err(why) if why.is_empty() => String::new(),
+            Err(why) => format!("; it is as after a power cut, since {why}"),
+        };
+        format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}{like}")
+    }
+
+    /// Before this a snapshot counts as one after a power cut.
+    pub(super) fn note_quiesced(&self, name: &SnapshotName) -> Result<(), ApiError> {
+        for (spec, images) in self.specs.iter().zip(self.load()?) {
+            let saved = self.place(spec).save(&images.quiesced(name));
+            saved.map_err(|why| self.refused(spec, &why))?;
+        }
+        Ok(())
     }
 }
 
@@ -316,7 +326,7 @@ fn unneeded(images: &Images, bytes: &dyn Fn(&str) -> u64) -> u32 {
     count
 }
 
-fn written(specs: &[DiskSpec]) -> Vec<DiskSpec> {
+pub(super) fn written(specs: &[DiskSpec]) -> Vec<DiskSpec> {
     specs
         .iter()
         .filter(|disk| !disk.read_only)
@@ -349,7 +359,7 @@ impl AtRest {
             |_| None,
         )?;
         match all.commit(&changed) {
-            Ok(()) => Ok(all.taken(wish, None)),
+            Ok(()) => Ok(all.taken(wish, None, Err(String::new()))),
             Err((error, unsure)) => {
                 if unsure.is_empty() {
                     all.unmake(&changed);
@@ -407,181 +417,5 @@ impl AtRest {
             0 => said,
             _ => format!("{said}; what only it needed is merged once its guest runs"),
         })
-    }
-}
-
-impl Disks {
-    pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
-        let served = &self.0;
-        Ok(Snapshots {
-            why_unmerged: served.tidies.why(),
-            ..served.all().list()?
-        })
-    }
-
-    /// Takes one while the guest runs, or stands still: for it all disks stand still together for a moment.
-    pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
-        let served = &self.0;
-        let _one = lock(&served.descriptions);
-        let all = served.all();
-        all.forget_halves()?;
-        let snapshot = all.snapshot(wish);
-        let changed = all.prepare(
-            |images, fresh| images.take(snapshot.clone(), fresh),
-            |_| None,
-        )?;
-        reached("snapshot.made");
-        let stood = served.freeze(&all, &changed)?;
-        lock(&served.layered).extend(all.specs.iter().map(|spec| spec.name.clone()));
-        Ok(all.taken(wish, Some(stood)))
-    }
-
-    pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
-        let served = &self.0;
-        let deleted = {
-            let _one = lock(&served.descriptions);
-            let all = served.all();
-            let said = all.forget(name)?;
-            all.forget_halves()?;
-            said
-        };
-        served.tidying_is_due();
-        Ok(deleted)
-    }
-}
-
-impl Served {
-    pub(super) fn all(&self) -> All<'_> {
-        let what = self.what();
-        All {
-            config: &self.config,
-            paths: &self.paths,
-            owner: User {
-                uid: what.uid,
-                gid: what.gid,
-            },
-            specs: written(&what.disks),
-        }
-    }
-
-    /// Freezes the tops of these disks at one moment. Returns how long the guest's requests waited.
-    pub(super) fn freeze(&self, all: &All<'_>, changed: &[Changed]) -> Result<Duration, ApiError> {
-        let what = self.what();
-        let undone = |error: ApiError| {
-            all.unmake(changed);
-            error
-        };
-        let (mut tops, mut alone) = (Vec::new(), Vec::new());
-        for (spec, one) in all.specs.iter().zip(changed) {
-            let index = what.disks.iter().position(|disk| disk.name == spec.name);
-            // One that ends while what is written changes must not be served as it was.
-            let is_alone = index.and_then(|index| self.serve_alone(index));
-            let is_alone = is_alone.ok_or("it is being served anew just now: try again");
-            alone.push(is_alone.map_err(|why| undone(all.refused(spec, why)))?);
-            let top = all
-                .place(spec)
-                .open_top(&one.now, &one.fresh.name, LOCK_WAIT, true);
-            let top = top.map_err(|why| undone(all.refused(spec, &why)))?;
-            let disk = self.disk(index.unwrap_or(usize::MAX));
-            let disk = disk.map_err(|why| undone(all.refused(spec, why)))?;
-            self.note_layered(spec, &disk).map_err(undone)?;
-            tops.push((spec, disk, top));
-        }
-        let disks: Vec<Arc<Disk>> = tops.iter().map(|(_, disk, _)| Arc::clone(disk)).collect();
-        let began = Instant::now();
-        let standing = stand_still(&disks).map_err(|why| undone(all.not_so(&why)))?;
-        if self.held().is_none() {
-            return Err(undone(all.not_so("its guest may not run here any more")));
-        }
-        for ((spec, disk, _), standing) in tops.iter().zip(&standing) {
-            let settled = standing.settle().map_err(|error| error.to_string());
-            let settled = settled.and_then(|()| self.must_be_the_disk(spec, disk));
-            settled.map_err(|why| undone(all.refused(spec, &why)))?;
-        }
-        if let Err((error, unsure)) = all.commit(changed) {
-            if unsure.is_empty() {
-                all.unmake(changed);
-            }
-            for (place, standing) in standing.into_iter().enumerate() {
-                match unsure.contains(&place) {
-                    // Whoever serves it anew reads what counts.
-                    true => standing.end(),
-                    false => drop(standing),
-                }
-            }
-            return Err(error);
-        }
-        reached("snapshot.committed");
-        for ((spec, _, top), standing) in tops.into_iter().zip(standing) {
-            put_over(spec, standing, top);
-        }
-        Ok(began.elapsed())
-    }
-}
-
-impl Served {
-    /// Builds that know of no snapshots are to refuse the image before anything lies over it.
-    fn note_layered(&self, spec: &DiskSpec, disk: &Disk) -> Result<(), ApiError> {
-        lock(&self.layered).insert(spec.name.clone());
-        let Some(generation) = self.held() else {
-            return Ok(());
-        };
-        let image = disk
-            .lend_image()
-            .map_err(|error| self.refused(spec, &error))?;
-        let known = self.claim(spec, image.as_fd(), generation, Taking::Again)?;
-        known.into_iter().for_each(|known| self.keep_later(known));
-        Ok(())
-    }
-
-    /// Another thread may have begun to serve it meanwhile, with another connection.
-    pub(super) fn must_be_the_disk(&self, spec: &DiskSpec, disk: &Arc<Disk>) -> Result<(), String> {
-        let index = self
-            .what()
-            .disks
-            .iter()
-            .position(|disk| disk.name == spec.name);
-        let now = self.disk(index.unwrap_or(usize::MAX))?;
-        let status = disk.status().map_err(|error| error.to_string())?;
-        match Arc::ptr_eq(&now, disk) && status.has_image {
-            true => Ok(()),
-            false => Err("it was served anew meanwhile: try again".to_owned()),
-        }
-    }
-}
-
-/// All of them, at one moment.
-fn stand_still(disks: &[Arc<Disk>]) -> Result<Vec<Standing<'_>>, String> {
-    let until = Instant::now() + STAND_WAIT;
-    let mut standing = Vec::new();
-    for disk in disks {
-        let left = until.saturating_duration_since(Instant::now());
-        let stands = disk.stand_still(left);
-        standing.push(stands.map_err(|error| error.to_string())?);
-    }
-    Ok(standing)
-}
-
-/// What is written down counts: a disk that does not go on with it is served anew.
-fn put_over(spec: &DiskSpec, standing: Standing<'_>, top: Delta) {
-    let put = standing.change_layers(|mut had| {
-        let frozen = had.last_mut().map_or(Ok(()), Delta::freeze);
-        frozen.map_err(|error| error.to_string())?;
-        had.push(top);
-        Ok(had)
-    });
-    end_unless(put, spec, standing);
-}
-
-/// A disk whose layers were to change and did not is served anew, with what is written down.
-pub(super) fn end_unless(
-    changed: Result<(), godwit_vhost::Error>,
-    spec: &DiskSpec,
-    standing: Standing<'_>,
-) {
-    if let Err(error) = changed {
-        let disk = &spec.name;
-        tracing::error!(disk, %error, "a disk whose images have changed is served anew");
-        standing.end();
     }
 }

@@ -9,7 +9,8 @@
 use super::LOCK_WAIT;
 use super::layers::OwnedPlace;
 use super::served::Served;
-use super::snapshots::{All, end_unless};
+use super::snapshots::All;
+use super::standing::end_unless;
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Merged, Target, merge as merge_images};

@@ -10,7 +10,7 @@ use crate::output::Output;
 use crate::wait::{of_vm, saying};
 use crate::watch::failure;
 use godwit_rpc::ControllerClient;
-use godwit_types::snapshots::{SnapshotRequest, SnapshotView, Snapshots, TakeSnapshot};
+use godwit_types::snapshots::{Quiesce, SnapshotRequest, SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
 use godwit_types::{SnapshotName, VmName};
 
@@ -20,8 +20,23 @@ pub(super) async fn snapshot(
     output: &Output,
 ) -> CommandResult {
     match command {
-        VmSnapshotCommand::Create { vm, name, text } => {
-            let wish = TakeSnapshot { name, text };
+        VmSnapshotCommand::Create {
+            vm,
+            name,
+            text,
+            quiesce,
+            no_quiesce,
+        } => {
+            let quiesce = match (quiesce, no_quiesce) {
+                (true, _) => Quiesce::Always,
+                (false, true) => Quiesce::Never,
+                (false, false) => Quiesce::IfPossible,
+            };
+            let wish = TakeSnapshot {
+                name,
+                text,
+                quiesce,
+            };
             let take = async |client: &ControllerClient| client.take_snapshot(&vm, &wish).await;
             order(&vm, take, global, output).await
         }
@@ -47,7 +62,7 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
         if found.snapshots.is_empty() {
             output.line(format!("VM '{vm}' has no snapshots"));
         } else {
-            let header = ["SNAPSHOT", "TAKEN", "OWN IMAGES", "DISKS", "TEXT"];
+            let header = ["SNAPSHOT", "TAKEN", "LIKE", "OWN IMAGES", "DISKS", "TEXT"];
             output.table(&header, rows(found));
         }
         if let Some(left) = left_of_deleted(found) {
@@ -84,6 +99,7 @@ fn rows(found: &Snapshots) -> Vec<Vec<String>> {
         rows.push(vec![
             format!("{}{}{mark}", "  ".repeat(depth), snapshot.name),
             moment(snapshot.made_unix_s),
+            like(snapshot).to_owned(),
             amount(snapshot.bytes),
             disks(snapshot),
             snapshot.text.clone(),
@@ -92,6 +108,14 @@ fn rows(found: &Snapshots) -> Vec<Vec<String>> {
         waiting.extend(after(found, name).rev().map(|one| (one, depth + 1)));
     }
     rows
+}
+
+/// How a guest finds its file systems that begins from it.
+fn like(snapshot: &SnapshotView) -> &'static str {
+    match snapshot.quiesced {
+        true => "a shutdown",
+        false => "a power cut",
+    }
 }
 
 fn disks(snapshot: &SnapshotView) -> String {
@@ -151,7 +175,10 @@ mod tests {
                 "  other  <- the disks came after it"
             ]
         );
-        assert_eq!(rows(&found)[0][2..4], ["3 MiB", "root, data"]);
+        assert_eq!(
+            rows(&found)[0][2..5],
+            ["a power cut", "3 MiB", "root, data"]
+        );
         let left = left_of_deleted(&found).unwrap();
         assert!(left.starts_with("2 images"), "{left}");
         assert!(left.ends_with("since disk 'root' is full"), "{left}");
