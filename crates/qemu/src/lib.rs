@@ -26,7 +26,7 @@ pub mod inherited;
 pub mod launch;
 pub mod layered;
 pub mod machine;
-mod make_disk;
+pub mod make_disk;
 pub mod neighbours;
 mod no_network;
 pub mod on_ram;

@@ -125,6 +125,7 @@ mod tests {
         let of = |text: &str| TakeSnapshot {
             name: SnapshotName::new("clean").unwrap(),
             text: text.into(),
+            quiesce: Quiesce::IfPossible,
         };
         assert!(of("").check().is_ok() && of("before the update").check().is_ok());
         for wrong in ["two\nlines", "\u{1b}[2J", &"a".repeat(1025)] {

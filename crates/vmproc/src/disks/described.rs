@@ -23,7 +23,7 @@ use godwit_types::snapshots::{
     LAYERED_BEGUN as BEGUN, LAYERED_MARK as MARK, LAYERED_MARK_MAX as MARK_LEN_MAX, description_of,
 };
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{XattrFlags, fgetxattr, fsetxattr, fsync};
+use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr, fsync};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -185,11 +185,9 @@ impl Place<'_> {
 
     /// What is judged is what is read: it is opened once.
     fn read(&self, at: &Path) -> Result<Option<Images>, NotDone> {
-        let mut options = OpenOptions::new();
-        options.read(true);
-        let opened = options
-            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-            .open(at);
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
+        let opened = OpenOptions::new().read(true).custom_flags(flags).open(at);
         let file = match opened {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened?,

@@ -244,7 +244,7 @@ impl Served {
             let Some(_alone) = self.serve_alone(one.index) else {
                 return Ok(Looked::Later("it is being served anew"));
             };
-            let standing = self.stand(one)?;
+            let standing = self.hold_still(one)?;
             let standing = save_or_back(one, (&images, &now), standing)?;
             reached("snapshot.tidied");
             let (its, images) = (one.place.clone(), now.clone());
@@ -272,7 +272,7 @@ impl Served {
             return Ok(Looked::Later("it is being served anew"));
         };
         let place = one.place.get();
-        let standing = self.stand(one)?;
+        let standing = self.hold_still(one)?;
         standing.settle().map_err(|error| error.to_string())?;
         if !self.merge(one, &images, (&images.top, image, false))? {
             return Ok(Looked::Later("its guest has ended"));
@@ -295,7 +295,7 @@ impl Served {
     }
 
     /// Nothing of the disk is under way, and it is still the one that is served.
-    fn stand<'a>(&self, one: &One<'a>) -> Result<Standing<'a>, String> {
+    fn hold_still<'a>(&self, one: &One<'a>) -> Result<Standing<'a>, String> {
         let standing = one
             .disk
             .stand_still(STAND_WAIT)
