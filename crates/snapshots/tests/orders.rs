@@ -1,0 +1,82 @@
+//! What is refused, and what is known of a disk from its description alone.
+
+use godwit_snapshots::{CHAIN_MAX, Fresh, Images, Snapshot};
+use godwit_types::{SnapshotName, VmName};
+
+fn named(name: &str) -> SnapshotName {
+    SnapshotName::new(name).unwrap()
+}
+
+fn fresh(images: &Images) -> Fresh {
+    Fresh {
+        name: Images::name_of("root.raw", images.next),
+        id: format!("{:032x}", images.next),
+    }
+}
+
+fn take(images: &Images, name: &str) -> Result<Images, String> {
+    let snapshot = Snapshot {
+        name: named(name),
+        after: None,
+        image: String::new(),
+        made_unix_s: 1_800_000_000,
+        quiesced: false,
+        text: String::new(),
+        disks: vec!["root".to_owned()],
+    };
+    images.take(snapshot, &fresh(images))
+}
+
+fn one() -> Images {
+    Images::of_one("root.raw", 1 << 30, &"5".repeat(32))
+}
+
+/// A process that died between two disks left one as it was then and the other as it is now, and the VM started so.
+#[test]
+fn a_disk_that_was_to_go_back_with_others_is_not_used_before_it_has() {
+    let vm = VmName::new("web").unwrap();
+    let images = take(&one(), "clean").unwrap();
+    assert_eq!(images.must_be_one_moment(&vm), Ok(()));
+    let begun = images.reverting(&named("clean")).unwrap();
+    let why = begun.must_be_one_moment(&vm).unwrap_err();
+    assert!(why.contains("godwit vm snapshot revert web clean"), "{why}");
+    let gone_back = begun.revert(&named("clean"), &fresh(&begun)).unwrap();
+    assert_eq!(gone_back.must_be_one_moment(&vm), Ok(()));
+    assert!(images.reverting(&named("none")).is_err());
+}
+
+#[test]
+fn only_what_a_death_leaves_while_a_snapshot_is_taken_counts_as_taken_last() {
+    let name = |images: &Images| images.taken_last().map(|last| last.name.clone());
+    assert_eq!(name(&one()), None);
+    let first = take(&one(), "first").unwrap();
+    assert_eq!(name(&first), Some(named("first")));
+    let second = take(&first, "second").unwrap();
+    assert_eq!(name(&second), Some(named("second")));
+    // What was frozen once more has other content between.
+    let frozen = second.freeze(&fresh(&second)).unwrap();
+    assert_eq!(name(&frozen), None);
+}
+
+/// A chain of the greatest length could not be frozen once more, and so never be merged under a guest that writes.
+#[test]
+fn the_longest_chain_leaves_room_for_being_merged() {
+    let mut images = one();
+    let refused = loop {
+        match take(&images, &format!("s{}", images.next)) {
+            Ok(now) => images = now,
+            Err(why) => break why,
+        }
+    };
+    assert!(refused.contains("delete some snapshots"), "{refused}");
+    assert_eq!(images.chain(&images.top).len(), CHAIN_MAX - 1);
+    images.freeze(&fresh(&images)).unwrap();
+}
+
+#[test]
+fn a_snapshot_counts_as_quiesced_only_once_that_is_said_of_it() {
+    let images = take(&take(&one(), "first").unwrap(), "second").unwrap();
+    let said = images.quiesced(&named("second"));
+    let quiesced = |name| said.snapshot(&named(name)).unwrap().quiesced;
+    assert_eq!((quiesced("first"), quiesced("second")), (false, true));
+}
