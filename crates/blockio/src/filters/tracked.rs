@@ -112,6 +112,13 @@ impl Course {
         lock(&self.0.tracked.state).wait_s
     }
 
+    /// As if a disk's thread had decided this and foretold such a wait, s.
+    #[cfg(test)]
+    pub(crate) fn expect(&self, decision: Decision, wait_s: f64) {
+        self.0.tracked.decide(decision);
+        self.0.tracked.would_wait(wait_s);
+    }
+
     /// Whether a destination that may be the only one that is left one day has made durable what it was given before the guest could be held,
     /// or is waited for no longer. Another one need not. False before the guest could be held.
     pub fn is_flushed(&self) -> bool {
