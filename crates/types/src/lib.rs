@@ -28,6 +28,7 @@ mod named;
 pub mod plant;
 mod round;
 pub mod site;
+mod switchover;
 pub mod text;
 pub mod version;
 pub mod vm;
