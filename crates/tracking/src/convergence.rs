@@ -184,10 +184,11 @@ impl Convergence {
 
     /// Whether the guest could be held before this iteration and no more after it, and that is to be forgiven.
     fn is_burst(&self, ended: Iteration) -> bool {
-        self.could_finish
-            && self.wait_s(ended.dirty) > LAST_COPY_MAX_S
-            && (self.bursts < BURSTS_MAX || planted!(self, BurstsForgivenForEver))
-            && !planted!(self, BurstEndsIt)
+        if planted!(self, BurstEndsIt) {
+            return false;
+        }
+        let is_too_much = self.could_finish && self.wait_s(ended.dirty) > LAST_COPY_MAX_S;
+        is_too_much && (self.bursts < BURSTS_MAX || planted!(self, BurstsForgivenForEver))
     }
 
     /// What is left is judged as if no iteration had been before, and time counts from here on.
