@@ -12,7 +12,7 @@ use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
-    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, Method, MoveDisks,
+    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
 };
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::text::listed;
@@ -81,10 +81,9 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
             format!("host '{host}' has no datastore '{name}' (it has {known}): name its directory or block device below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
         )
     })?;
-    if wish.method == Method::Mirror && !wish.without.is_empty() {
-        let why = "only dirty-tracking can do without something: leave 'without' out, or name that method";
-        return Err(refused(ErrorCode::InvalidRequest, why.to_owned()));
-    }
+    wish.method
+        .check_without(&wish.without)
+        .map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = match store.is_device() {
         true => one_disk(host, name, &disks).map(|()| u64::MAX),

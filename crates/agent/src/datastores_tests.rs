@@ -6,7 +6,7 @@ use crate::test_support::TestHost;
 use godwit_blockio::label::{self, Holds, Label};
 use godwit_testkit::file_system::Device;
 use godwit_types::Generation;
-use godwit_types::disk_move::Optimisation;
+use godwit_types::disk_move::{Method, Optimisation};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;

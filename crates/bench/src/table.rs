@@ -277,8 +277,9 @@ fn no_peer(groups: &[Group], ours: &Row) -> String {
 
 /// What the switchovers of the base cell are made of.
 fn parts(groups: &[Group]) -> Option<Section> {
-    const NAMES: [&str; 7] = [
+    const NAMES: [&str; 8] = [
         "stop_ms",
+        "last_blocks_ms",
         "last_pages_ms",
         "device_save_ms",
         "transfer_ms",

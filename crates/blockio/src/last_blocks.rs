@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use godwit_tracking::{DOWNTIME_MAX_S, Decision, LAST_COPY_MAX_S};
+use godwit_tracking::{DOWNTIME_MAX_S, Decision, LAST_COPY_MAX_S, last_copy_limit_s};
 
 use crate::{NO_NEARER, Nearer, SecondImage};
 
@@ -16,6 +16,8 @@ pub struct LastBlocks<'a> {
     second: &'a SecondImage,
     nearer: Nearer,
     closed_at: Option<Instant>,
+    /// For so long it may be closed from then on.
+    limit: Duration,
 }
 
 /// How far a disk is that is closed.
@@ -34,6 +36,7 @@ impl<'a> LastBlocks<'a> {
             second,
             nearer: Nearer::default(),
             closed_at: None,
+            limit: Duration::ZERO,
         }
     }
 
@@ -41,13 +44,18 @@ impl<'a> LastBlocks<'a> {
         self.second.course().failure().map_or(Ok(()), Err)
     }
 
+    fn must_be_of_use(&self) -> Result<(), String> {
+        self.must_not_have_failed()?;
+        match self.second.course().decision() {
+            Some(Decision::Abort(why)) => Err(why.to_string()),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether so few are left that the guest may be held for them; or why it is to be given up.
     pub fn are_few(&mut self, now: Instant) -> Result<bool, String> {
-        self.must_not_have_failed()?;
+        self.must_be_of_use()?;
         let course = self.second.course();
-        if let Some(Decision::Abort(why)) = course.decision() {
-            return Err(why.to_string());
-        }
         let is_nearer = self.nearer.observe(now, u64::MAX - course.copied_bytes());
         if !is_nearer && course.left_bytes() > 0 {
             let silent = NO_NEARER.as_secs();
@@ -59,18 +67,25 @@ impl<'a> LastBlocks<'a> {
         Ok(may_finish && course.would_wait_s() <= LAST_COPY_MAX_S)
     }
 
-    /// Holds the guest's requests from now on.
-    pub fn close(&mut self, now: Instant) -> Result<(), String> {
+    /// Holds the guest's requests from now on. Returns whether it does: not where they are few no more, and the guest has not waited yet;
+    /// or why it is to be given up.
+    pub fn close(&mut self, now: Instant) -> Result<bool, String> {
+        self.must_be_of_use()?;
         let course = self.second.course();
-        let held_s = course.closed_for().as_secs_f64();
+        let held = course.closed_for();
+        let held_s = held.as_secs_f64();
         if held_s + course.would_wait_s() > DOWNTIME_MAX_S {
+            if held.is_zero() {
+                return Ok(false);
+            }
             return Err(format!(
                 "its guest has waited for {held_s:.1} s in vain, and may for {DOWNTIME_MAX_S} s: the mirror, which is the default method, moves such a disk"
             ));
         }
         course.close();
         self.closed_at = Some(now);
-        Ok(())
+        self.limit = Duration::from_secs_f64(last_copy_limit_s(held_s));
+        Ok(true)
     }
 
     /// Whether nothing is left of a disk that is closed.
@@ -81,9 +96,8 @@ impl<'a> LastBlocks<'a> {
         if self.second.under_way_bytes() == 0 && course.is_synchronised() {
             return Ok(Closed::Equal);
         }
-        let limit = Duration::from_secs_f64(LAST_COPY_MAX_S);
         let since = self.closed_at.unwrap_or(now);
-        if now.saturating_duration_since(since) < limit {
+        if now.saturating_duration_since(since) < self.limit {
             return Ok(Closed::NotYet);
         }
         course.open();
@@ -96,7 +110,7 @@ mod tests {
     use super::*;
     use crate::filters::{Course, DirtyTracking};
     use crate::{Access, Image};
-    use godwit_tracking::Options;
+    use godwit_tracking::{Options, Why};
 
     #[test]
     fn a_guest_is_held_until_the_limit_and_no_longer() {
@@ -108,7 +122,7 @@ mod tests {
         let mut last = LastBlocks::of(&second);
         assert_eq!(last.are_few(began), Ok(false), "nothing is known");
         // Nobody copies.
-        last.close(began).unwrap();
+        assert_eq!(last.close(began), Ok(true));
         let limit = Duration::from_secs_f64(LAST_COPY_MAX_S);
         let soon = began + limit - Duration::from_millis(1);
         assert_eq!(last.look_closed(soon), Ok(Closed::NotYet));
@@ -122,5 +136,45 @@ mod tests {
         assert!(silent.contains("nothing could be copied"), "{silent}");
         drop(tracking);
         assert!(last.look_closed(began).is_err());
+    }
+
+    #[test]
+    fn a_guest_that_has_waited_waits_for_as_much_less_in_the_next_attempt() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let second = SecondImage::of(&image, None, &Course::default()).unwrap();
+        let course = second.course();
+        course.close();
+        std::thread::sleep(Duration::from_millis(2200));
+        course.open();
+        let (mut last, now) = (LastBlocks::of(&second), Instant::now());
+        assert_eq!(last.close(now), Ok(true));
+        let (soon, late) = (Duration::from_secs(2), Duration::from_millis(2800));
+        assert_eq!(last.look_closed(now + soon), Ok(Closed::NotYet));
+        assert_eq!(last.look_closed(now + late), Ok(Closed::Opened));
+    }
+
+    #[test]
+    fn a_burst_just_before_the_disk_is_closed_gives_nothing_up_before_its_guest_has_waited() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let second = SecondImage::of(&image, None, &Course::default()).unwrap();
+        let course = second.course();
+        let (mut last, now) = (LastBlocks::of(&second), Instant::now());
+        course.expect(Decision::Finish, 60.0);
+        assert_eq!(last.close(now), Ok(false), "it is tried again later");
+        assert!(course.closed_for().is_zero());
+        course.expect(Decision::Abort(Why::NoNearer { wait_s: 60.0 }), 60.0);
+        let why = last.close(now).unwrap_err();
+        assert!(why.contains("as fast as its blocks are copied"), "{why}");
+        // What it has waited for once was in vain.
+        course.expect(Decision::Finish, 0.0);
+        assert_eq!(last.close(now), Ok(true));
+        course.open();
+        course.expect(Decision::Finish, 60.0);
+        let why = last.close(now).unwrap_err();
+        assert!(why.contains("in vain"), "{why}");
     }
 }

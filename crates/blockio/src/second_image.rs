@@ -1,10 +1,10 @@
-//! A second image of a disk on the same host, which a mirroring fills while the guest works with the first.
+//! A second image of a disk on the same host, which is filled, by whatever method, while the guest works with the first.
 //!
 //! Threads carry changes out, each one at a time and beside the page cache; of two changes of the same bytes the later
 //! stays ([`Arriving`]). What is under way is bounded, and little of the guest's, so that a guest is as fast as the slower of its
 //! images and both are soon equal once it stands still. Half of the threads are the guest's first, so that neither its writes nor
 //! the copying waits for all of the other. A guest's write is confirmed once it is carried out, and a flush once the image is durable. Who owns the state: this value and its outlets share it; the threads end
-//! with the last outlet. Refuses: nothing that is given; an image that cannot be written ends the mirroring, never the guest.
+//! with the last outlet. Refuses: nothing that is given; an image that cannot be written ends the copying, never the guest.
 
 use std::fs::File;
 use std::ops::Range;
@@ -50,7 +50,7 @@ struct Shared {
 }
 
 impl SecondImage {
-    /// Fills this image, whose lock is kept for as long as either lives, for a mirroring with this course. Blocks that the file system lets
+    /// Fills this image, whose lock is kept for as long as either lives, for a copying with this course. Blocks that the file system lets
     /// it share with `source`, the disk's image, are not copied.
     pub fn of(image: &Image, source: Option<File>, course: &Course) -> Result<Self, Error> {
         Ok(Self(Arc::new(Shared {
@@ -65,7 +65,7 @@ impl SecondImage {
         })))
     }
 
-    /// Begins the threads that write it, and gives what a mirroring takes. Once for each image.
+    /// Begins the threads that write it, and gives what a filter that copies takes. Once for each image.
     pub fn outlet(&self) -> Result<Box<dyn Outlet>, Error> {
         let outlet = Box::new(Writers(Arc::clone(&self.0)));
         for number in 0..THREADS {
@@ -100,7 +100,7 @@ impl SecondImage {
         self.0.lock().is_silent()
     }
 
-    /// How the mirroring that fills it goes.
+    /// How the copying that fills it goes.
     pub fn course(&self) -> &Course {
         &self.0.course
     }
@@ -151,13 +151,13 @@ impl SecondImage {
         }
     }
 
-    /// Makes durable what was written. A failure ends the mirroring, and every later one fails, too.
+    /// Makes durable what was written. A failure ends the copying, and every later one fails, too.
     pub fn sync(&self) -> Result<(), Error> {
         self.0.sync()
     }
 }
 
-/// What a mirroring gives its changes to: the threads end with it.
+/// What a filter that copies gives its changes to: the threads end with it.
 struct Writers(Arc<Shared>);
 
 impl Outlet for Writers {
@@ -273,7 +273,7 @@ impl Shared {
         }
     }
 
-    /// Those that came meanwhile are done by one. One that fails has ended the mirroring.
+    /// Those that came meanwhile are done by one. One that fails has ended the copying.
     fn flush_all(&self) {
         let mut state = self.lock();
         while !state.has_ended() {

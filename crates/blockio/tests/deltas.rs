@@ -22,12 +22,14 @@ use vm_memory::{Bytes as _, GuestAddress};
 const BOOT: Id = Id([77; 16]);
 /// No multiple of a table's reach, nor of a grain.
 const BYTES: u64 = (18 << 20) + 5 * 512;
+/// A program that another test begins has our files for a moment, and their locks with them.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 fn opening(name: &str) -> Opening<'_> {
     Opening {
         block_bytes: 512,
         name,
-        patience: Duration::ZERO,
+        patience: PATIENCE,
     }
 }
 
@@ -60,7 +62,7 @@ impl Chain {
 
     fn base(&self, access: Access) -> Image {
         let mut image = Image::open(&self.at("base.raw"), access, 512).unwrap();
-        image.lock("this", Duration::ZERO).unwrap();
+        image.lock("this", PATIENCE).unwrap();
         image
     }
 
@@ -79,6 +81,15 @@ impl Chain {
     }
 
     fn open_top(&self, boot: Id, no_guest_lives: bool) -> Result<Delta, Error> {
+        self.open_top_within(boot, no_guest_lives, PATIENCE)
+    }
+
+    fn open_top_within(
+        &self,
+        boot: Id,
+        no_guest_lives: bool,
+        patience: Duration,
+    ) -> Result<Delta, Error> {
         let descriptor = self.names.last().unwrap();
         let map = descriptor.with_extension("states");
         let outliving = Outliving {
@@ -86,7 +97,11 @@ impl Chain {
             boot,
             no_guest_lives,
         };
-        Delta::open_top(descriptor, opening("this"), outliving)
+        let opening = Opening {
+            patience,
+            ..opening("this")
+        };
+        Delta::open_top(descriptor, opening, outliving)
     }
 
     fn lower(&self) -> Vec<Delta> {
@@ -343,14 +358,14 @@ fn many_share_a_parent_that_nobody_writes_and_a_top_is_one_disks_alone() {
     chain.add();
     let top = chain.open_top(BOOT, false).unwrap();
     assert!(matches!(
-        chain.open_top(BOOT, false),
+        chain.open_top_within(BOOT, false, Duration::ZERO),
         Err(Error::InUse { .. })
     ));
     top.close().unwrap();
     let parent = |name| Delta::open_parent(&chain.names[0], opening(name)).unwrap();
     let both = (parent("a"), parent("b"));
     assert!(matches!(
-        chain.open_top(BOOT, false),
+        chain.open_top_within(BOOT, false, Duration::ZERO),
         Err(Error::InUse { .. })
     ));
     drop(both);

@@ -162,15 +162,19 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
         rows.push(("of it prepare", prepare));
     }
     rows.extend(switchover(report).map(|text| ("switchover", text)));
+    rows.extend(last_blocks(report).map(|text| ("of it disks", text)));
     rows.push(("bytes on wire", mib(report.bytes_on_wire)));
     if report.disk_bytes > 0 {
         let copied = report.disk_bytes.saturating_sub(report.disk_left_bytes);
         let limit = report.disks_limited_by.as_ref();
         let limit = limit.map(|limit| format!(", limited by {}", kebab(limit)));
+        let named = Some(&report.method).filter(|method| !method.is_default());
+        let method = named.map(|method| format!(" by {}", kebab(method)));
         let text = format!(
-            "{} of {} copied{}",
+            "{} of {} copied{}{}",
             mib(copied),
             mib(report.disk_bytes),
+            method.unwrap_or_default(),
             limit.unwrap_or_default()
         );
         rows.push(("disks", text));
@@ -227,6 +231,13 @@ fn switchover(report: &MigrationReport) -> Option<String> {
         false => format!("missed by {:.1} ms", ms - target_ms as f64),
     };
     Some(format!("{ms:.1} ms (target {target_ms} ms: {met})"))
+}
+
+/// How much of the pause was for the last blocks of disks.
+fn last_blocks(report: &MigrationReport) -> Option<String> {
+    let ms = report.switchover_parts_ms.last_blocks_ms;
+    let stood = pause_ms(report).is_some() && ms > 0.0;
+    stood.then(|| format!("{ms:.1} ms for their last blocks"))
 }
 
 /// How long the guest stood still at the end of a migration that was completed, if anybody told: whoever measures it may die, or not be in reach.

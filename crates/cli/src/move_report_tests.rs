@@ -36,6 +36,26 @@ fn a_missed_wish_is_a_target_and_not_a_promise() {
     assert_eq!(kept, "21.6 ms (target 50 ms: met)");
 }
 
+#[test]
+fn a_move_by_dirty_tracking_says_so_and_how_long_its_guest_stood_still_for_its_disks() {
+    let mirrored = json!({ "disk_bytes": 10 << 20 });
+    let mirrored = report(mirrored);
+    assert_eq!(
+        row(&mirrored, "disks").unwrap(),
+        "10.0 MiB of 10.0 MiB copied"
+    );
+    assert_eq!(row(&mirrored, "of it disks"), None);
+    let tracked = report(json!({
+        "disk_bytes": 10 << 20, "method": "dirty-tracking", "switchover_ms": 2053.6,
+        "switchover_parts_ms": {"stop_ms": 0.0, "last_blocks_ms": 2000.0, "last_pages_ms": 0.0, "device_save_ms": 0.0,
+            "device_load_ms": 0.0, "permit_ms": 0.0, "resume_ms": 0.0}
+    }));
+    let disks = row(&tracked, "disks").unwrap();
+    assert_eq!(disks, "10.0 MiB of 10.0 MiB copied by dirty-tracking");
+    let of_it = row(&tracked, "of it disks").unwrap();
+    assert_eq!(of_it, "2000.0 ms for their last blocks");
+}
+
 /// Both hosts lost power in the handover, and a pause of 0.0 ms was said to have missed its target by 0.0 ms.
 #[test]
 fn a_pause_that_nobody_measured_is_not_told_as_no_pause() {

@@ -36,8 +36,8 @@ const PRUNED_EVERY: i64 = 100;
 const MESSAGE_LEN_MAX: usize = 1_000;
 /// The number of an entry that could not be written.
 const UNWRITTEN: i64 = 0;
-/// The field of a description that may hold secrets.
-const USER_DATA: &str = "user_data";
+/// What a key holds, in small letters and without what stands between them, whose value may be secret.
+const SECRET_KEYS: [&str; 2] = ["cloudinit", "userdata"];
 
 /// Writes the log into the controller's database.
 pub struct AuditLog {
@@ -359,42 +359,58 @@ fn stranger_from(asked: &Asked) -> Option<String> {
     Some(format!("from {from}"))
 }
 
-/// An empty request says nothing. What a guest is told may be secret: only how long it is.
+/// An empty request says nothing, and what cannot be read is not kept. What a guest is told may be secret: only its kind and length are kept.
 fn detail(answered: &Answered) -> Option<String> {
     let body = answered.body.as_deref()?.trim();
     if body == "{}" {
         return None;
     }
-    match serde_json::from_str::<Value>(body) {
-        Ok(mut read) => Some(match hide_user_data(&mut read) {
-            true => read.to_string(),
-            false => body.to_owned(),
-        }),
-        Err(_) => (!body.contains(USER_DATA)).then(|| body.to_owned()),
-    }
+    let mut read: Value = serde_json::from_str(body).ok()?;
+    Some(match hide_secrets(&mut read) {
+        true => read.to_string(),
+        false => body.to_owned(),
+    })
 }
 
-/// Wherever somebody wrote it; whether there was any.
-fn hide_user_data(body: &mut Value) -> bool {
+/// Puts kind and length in the place of what a guest is told, wherever in the body somebody wrote it. Returns whether there was any.
+fn hide_secrets(body: &mut Value) -> bool {
     match body {
         Value::Object(fields) => {
             let mut is_hidden = false;
             for (key, value) in fields.iter_mut() {
-                is_hidden |= match (key.as_str(), value.as_str().map(str::len)) {
-                    (USER_DATA, Some(length)) => {
-                        *value = Value::from(format!("{length} bytes"));
+                is_hidden |= match may_be_secret(key) && !value.is_null() {
+                    true => {
+                        *value = Value::from(kind_and_length(value));
                         true
                     }
-                    _ => hide_user_data(value),
+                    false => hide_secrets(value),
                 };
             }
             is_hidden
         }
         Value::Array(items) => items
             .iter_mut()
-            .fold(false, |is_hidden, item| hide_user_data(item) | is_hidden),
+            .fold(false, |is_hidden, item| hide_secrets(item) | is_hidden),
         _ => false,
     }
+}
+
+/// Whether a value under this key is for the guest alone; a person may have mistyped it.
+fn may_be_secret(key: &str) -> bool {
+    let letters = key.chars().filter(|letter| letter.is_alphanumeric());
+    let plain: String = letters.flat_map(char::to_lowercase).collect();
+    SECRET_KEYS.iter().any(|secret| plain.contains(secret))
+}
+
+/// Of a text its own length counts, of all else the length of its JSON; in bytes.
+fn kind_and_length(value: &Value) -> String {
+    let (kind, length) = match value {
+        Value::String(text) => ("text", text.len()),
+        Value::Array(_) => ("a list", value.to_string().len()),
+        Value::Object(_) => ("a table", value.to_string().len()),
+        _ => ("a value", value.to_string().len()),
+    };
+    format!("{kind} of {length} bytes")
 }
 
 /// The name within a description.
@@ -497,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_is_told_is_in_no_audit() {
+    fn what_a_guest_is_told_is_in_no_audit_whatever_its_key_and_type() {
         let told = |body: &str| {
             detail(&Answered {
                 status: 200,
@@ -505,17 +521,37 @@ mod tests {
                 body: Some(body.into()),
             })
         };
-        let plain = r#"{"name":"web","cloud_init":{"ssh_keys":["ssh-ed25519 A"]}}"#;
+        let plain = r#"{"name":"web","vcpus":1,"cloud_init":null}"#;
         assert_eq!(told(plain).as_deref(), Some(plain));
         assert_eq!(told("{}"), None);
-        let secret = told(r##"{"name":"web","cloud_init":{"user_data":"#!secret"}}"##).unwrap();
-        assert!(
-            secret.contains("8 bytes") && !secret.contains("#!"),
-            "{secret}"
-        );
-        let astray = told(r##"{"disk":[{"user_data":"#!secret"}],"name":"web"}"##).unwrap();
-        assert!(!astray.contains("#!"), "{astray}");
+        for (secret, kept) in [
+            (
+                r##"{"cloud_init":{"user_data":"#!secret"}}"##,
+                "a table of 24 bytes",
+            ),
+            (r##"{"cloud_init":"#!secret"}"##, "text of 8 bytes"),
+            (
+                r##"{"cloud_init":{"ssh_keys":["secret"]}}"##,
+                "a table of 23 bytes",
+            ),
+            (
+                r##"{"cloud_init":{"user_data_file":"#!secret"}}"##,
+                "a table of 29 bytes",
+            ),
+            (
+                r##"{"disk":[{"user_data":["#!secret"]}]}"##,
+                "a list of 12 bytes",
+            ),
+            (r##"{"UserData":{"a":"#!secret"}}"##, "a table of 16 bytes"),
+            (r##"{"user-data":"#!secret"}"##, "text of 8 bytes"),
+            (r##"{"userdata":7}"##, "a value of 1 bytes"),
+        ] {
+            let said = told(secret).unwrap();
+            let is_hidden = said.contains(kept) && !said.contains("secret");
+            assert!(is_hidden, "{secret}: {said}");
+        }
         assert_eq!(told(r##"{"user_data":"#!secret""##), None);
+        assert_eq!(told("#!secret"), None);
     }
 
     #[test]

@@ -16,10 +16,12 @@ use crate::watch;
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::control_api::{CancelRequest, Done, InventoryEvent, MigrationBegun};
+use godwit_types::disk_move::{LAST_BLOCKS_MAX_S, Method};
+use godwit_types::forecast::PromiseKind;
 use godwit_types::host_api::PrepareIncoming;
 use godwit_types::migration::{
-    AgentAddress, COULD_NOT_BEGIN, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
-    MigrationSpec, Outcome as End, Phase, PreflightReport, Side,
+    AgentAddress, COULD_NOT_BEGIN, CannotKeep, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest,
+    MigrationReport, MigrationSpec, Outcome as End, Phase, PreflightReport, Side,
 };
 use godwit_types::site::Claim;
 use godwit_types::vm::{Accelerator, VmState};
@@ -59,6 +61,8 @@ pub async fn attempt(
     let mut found = preflight::run(app, name, request).await.map_err(one)?;
     if found.report.refusals.is_empty() {
         foresee(app, &mut found, request).await;
+        let has_disks = !found.disks.is_empty();
+        add_last_blocks(&mut found.report, has_disks, request);
     }
     if request.dry_run {
         return Ok(MigrateAnswer::Checked(found.report));
@@ -109,6 +113,29 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
             );
             found.report.passed.push(line);
         }
+    }
+}
+
+/// How long the guest stands still for the last blocks of its disks by dirty block tracking nobody foretells, but only how long at most.
+fn add_last_blocks(report: &mut PreflightReport, has_disks: bool, request: &MigrateRequest) {
+    if request.method != Method::DirtyTracking || !has_disks {
+        return;
+    }
+    let what =
+        format!("the last blocks of its disks may take up to {LAST_BLOCKS_MAX_S} s of the pause");
+    report.passed.push(format!("warning: {what}"));
+    let asked_ms = request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT);
+    let blocks_ms = 1000.0 * LAST_BLOCKS_MAX_S as f64;
+    let predicted = report.prediction.as_ref();
+    let pause_ms = predicted.map_or(0.0, |prediction| prediction.downtime_ms);
+    let predicted_ms = blocks_ms + pause_ms;
+    if predicted_ms > asked_ms as f64 {
+        report.cannot_keep.push(CannotKeep {
+            promise: PromiseKind::MaxDowntime,
+            asked: asked_ms as f64,
+            predicted: Some(predicted_ms),
+            message: format!("{what}, which is to be {asked_ms} ms: leave out --method, or allow a longer pause with --max-downtime"),
+        });
     }
 }
 
@@ -255,15 +282,9 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
     )
 }
 
-/// Only dirty block tracking can do without something.
 fn check_method(request: &MigrateRequest) -> Outcome<()> {
-    match request.method.is_default() && !request.without.is_empty() {
-        true => refuse(
-            ErrorCode::InvalidRequest,
-            "only dirty-tracking can do without something: leave 'without' out, or name that method".to_owned(),
-        ),
-        false => Ok(()),
-    }
+    let checked = request.method.check_without(&request.without);
+    checked.or_else(|why| refuse(ErrorCode::InvalidRequest, why))
 }
 
 fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcome<MigrationSpec> {
@@ -499,6 +520,34 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
 mod tests {
     use super::*;
     use godwit_types::HostName;
+
+    #[test]
+    fn a_pause_that_dirty_tracking_makes_longer_is_not_promised() {
+        let plain = MigrateRequest {
+            max_downtime_ms: Some(20),
+            must_keep: true,
+            ..MigrateRequest::plain(HostName::new("b").unwrap())
+        };
+        let tracked = MigrateRequest {
+            method: Method::DirtyTracking,
+            ..plain.clone()
+        };
+        let patient = MigrateRequest {
+            max_downtime_ms: Some(3000),
+            ..tracked.clone()
+        };
+        for (request, has_disks, told, is_kept) in [
+            (&plain, true, 0, true),
+            (&tracked, false, 0, true),
+            (&tracked, true, 1, false),
+            (&patient, true, 1, true),
+        ] {
+            let mut report = PreflightReport::default();
+            add_last_blocks(&mut report, has_disks, request);
+            assert_eq!(report.passed.len(), told, "{report:?}");
+            assert_eq!(must_keep(&report, request).is_ok(), is_kept, "{report:?}");
+        }
+    }
 
     #[test]
     fn limits_that_nothing_can_be_made_of_are_refused_each_by_its_name() {

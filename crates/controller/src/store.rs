@@ -99,6 +99,8 @@ impl Store {
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .foreign_keys(true)
+            // What is deleted or replaced may be a password: zeroes take its place.
+            .pragma("secure_delete", "ON")
             .busy_timeout(Duration::from_secs(5));
         // One connection: SQLite has one writer anyway, and nothing here is slow.
         let pool = SqlitePoolOptions::new()

@@ -72,3 +72,13 @@ async fn what_is_written_after_the_disk_was_full_is_in_the_database() {
     let count = query_scalar::<_, i64>("SELECT COUNT(*) FROM filler");
     assert_eq!(count.fetch_one(&other.pool).await.unwrap(), 1);
 }
+
+/// A password that somebody had taken out of a description could be read from the pages that SQLite had not used again.
+#[tokio::test]
+async fn what_is_deleted_is_overwritten_in_the_database() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("controller.db");
+    let store = Store::open(&path, true).await.unwrap();
+    let overwrites = query_scalar::<_, i64>("PRAGMA secure_delete");
+    assert_eq!(overwrites.fetch_one(&store.pool).await.unwrap(), 1);
+}

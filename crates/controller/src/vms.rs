@@ -118,7 +118,7 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     let _turn = app.vm_turns.take(name).await;
     let _macs = app.macs_turn().await;
     must_be_newest(app)?;
-    let mut entry = entry_of(app, name)?;
+    let entry = entry_of(app, name)?;
     must_be_off(app, name, OffFor::Edit)?;
     let spec = spec.with_disks_known(&entry.spec);
     let spec = spec.map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
@@ -127,9 +127,7 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     uids::give(app, &mut spec).await?;
     spec.set_hardware(spec.hardware.or(entry.spec.hardware));
     boots(&spec)?;
-    let keeps_hardware = entry.spec.machine == spec.machine;
-    entry.resolved = entry.resolved.filter(|_| keeps_hardware);
-    entry.spec = spec;
+    let entry = edited(entry, spec);
     app.store.save_vm(&entry).await?;
     {
         let mut state = app.state();
@@ -138,6 +136,18 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     }
     app.tell_vm(name);
     view(app, name)
+}
+
+/// A VM with a new description. What was resolved stays for as long as its machine does, but for what its guest is told: a password that a person
+/// took out is nowhere any more.
+fn edited(entry: VmEntry, spec: VmSpec) -> VmEntry {
+    let keeps_hardware = entry.spec.machine == spec.machine;
+    let resolved = entry.resolved.filter(|_| keeps_hardware);
+    let resolved = resolved.map(|resolved| VmSpec {
+        cloud_init: spec.cloud_init.clone(),
+        ..resolved
+    });
+    VmEntry { spec, resolved }
 }
 
 fn entry_of(app: &App, name: &VmName) -> Outcome<VmEntry> {
@@ -428,5 +438,36 @@ fn must_be_on(name: &VmName, place: &Place, action: Action) -> Outcome<()> {
             format!("VM {name} is not running: run 'godwit vm start {name}'"),
         ),
         Some(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_password_that_is_edited_out_of_a_description_is_in_none_of_its_copies() {
+        let told = |cloud_init: &str, machine: &str| {
+            let text = format!(
+                "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"\nmachine = \"{machine}\"\n{cloud_init}"
+            );
+            VmSpec::from_toml(&text).unwrap()
+        };
+        let secret = told("[cloud_init]\nuser_data = \"#!secret\"\n", "q35");
+        let started = VmSpec {
+            machine: "pc-q35-7.2".into(),
+            ..secret.clone()
+        };
+        let entry = VmEntry {
+            spec: secret,
+            resolved: Some(started),
+        };
+        let without = told("", "q35");
+        let after = edited(entry.clone(), without.clone());
+        let resolved = after.resolved.unwrap();
+        assert_eq!((after.spec, &resolved.cloud_init), (without, &None));
+        assert_eq!(resolved.machine, "pc-q35-7.2");
+        let other = edited(entry, told("", "pc-q35-7.1"));
+        assert_eq!(other.resolved, None);
     }
 }

@@ -149,6 +149,7 @@ fn a_vm_moves_with_its_disk_by_dirty_tracking_to_another_host_and_back() -> Resu
         let report = site.pair.migrate(from, to, &tracked)?;
         println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
         ensure!(report.switchover_ms < HELD_MAX_MS, "{report:?}");
+        ensure!(report.method == Method::DirtyTracking, "{report:?}");
         site.goes_on(to, 20)?;
         site.is_whole(to)?;
         site.has_nothing(from)?;

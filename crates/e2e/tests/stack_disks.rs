@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use godwit_e2e::stack::disks::{describe, disk, goes_on_at, image_has_all_at, make_image};
 use godwit_e2e::stack::{Plan, SOON, Stack, names};
+use godwit_types::version::HARDWARE;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 
@@ -35,7 +36,7 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     ok(&["vm", "start", "one", "--on", "a"])?;
     goes_on(&stack, "one")?;
     let shown = stack.vm("one")?;
-    ensure!(shown["spec"]["hardware"] == 2, "{shown}");
+    ensure!(shown["spec"]["hardware"] == HARDWARE.max, "{shown}");
 
     ok(&["vm", "pause", "one"])?;
     image_has_all(&stack, "one", &image)?;

@@ -106,6 +106,7 @@ pub fn book_pause(report: &mut MigrationReport, time: Duration) {
     let parts = &mut report.switchover_parts_ms;
     // What is left are both journals and the ways of ready, permit and the answer.
     let timed = parts.stop_ms
+        + parts.last_blocks_ms
         + parts.last_pages_ms
         + parts.device_save_ms
         + parts.device_load_ms

@@ -2,7 +2,8 @@
 //!
 //! A guest that stays frozen is as good as dead, so nothing rests on one who froze it: that it is to be thawed is written down before it is asked to
 //! freeze, a [`Frozen`] that is dropped thaws, a thread of its own thaws after [`FROZEN_MAX`], and what a process leaves that died is thawed by its
-//! successor ([`Freezer::thaw_what_was_left`]). Owns the note, a file beside QEMU's sockets. Refuses: a second freeze while one lasts. Who
+//! successor ([`Freezer::thaw_what_was_left`]). A guest that does not answer may read the freeze that waits in its port much later: the note stays
+//! until its agent has said something to a thaw. Owns the note, a file beside QEMU's sockets. Refuses: a second freeze while one lasts. Who
 //! freezes sees to it that the guest is neither moved nor stopped meanwhile: on another host nobody would know.
 
 use crate::guest_agent::{AgentError, Port};
@@ -21,7 +22,7 @@ const FREEZE_WAIT: Duration = Duration::from_secs(5);
 const THAW_WAIT: Duration = Duration::from_secs(2);
 /// Pause before a guest is asked once more that was not thawed.
 const AGAIN_AFTER: Duration = Duration::from_millis(200);
-/// After so long without success the guest is not there any more, or has no agent that would know of a freeze.
+/// After so long without success a round ends; another one is begun by who looks on, as long as the note is there.
 const TRIED_MAX: Duration = Duration::from_secs(60);
 
 /// Why a guest is not, or was not all the time, frozen.
@@ -43,6 +44,7 @@ pub enum FreezeError {
 pub struct Freezer {
     port: Arc<Port>,
     note: PathBuf,
+    tried_max: Duration,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -70,6 +72,7 @@ impl Freezer {
         Arc::new(Self {
             port,
             note,
+            tried_max: TRIED_MAX,
             state: Mutex::default(),
             changed: Condvar::new(),
         })
@@ -91,8 +94,9 @@ impl Freezer {
         let (freezer, name) = (Arc::clone(self), "thaw".to_owned());
         let thread = std::thread::Builder::new().name(name);
         if let Err(error) = thread.spawn(move || freezer.thaw_in_time()) {
-            lock(&self.state).until = None;
+            let mut state = lock(&self.state);
             let _ = fs::remove_file(&self.note);
+            state.until = None;
             return Err(FreezeError::Note(error));
         }
         let frozen = self.port.freeze(Instant::now() + FREEZE_WAIT);
@@ -111,13 +115,21 @@ impl Freezer {
         lock(&self.state).until.is_some() || self.note.exists()
     }
 
-    /// Thaws a guest that a predecessor of this process may have left frozen. Blocks until it is thawed or given up.
+    /// Thaws a guest that a predecessor of this process, or an earlier round, may have left frozen. Blocks for a minute at most; what is not thawed
+    /// by then is for the next call.
     pub fn thaw_what_was_left(&self) {
-        let is_ours = lock(&self.state).until.is_some();
-        if !is_ours && self.note.exists() {
-            tracing::warn!("the guest may have been left frozen: it is thawed");
-            self.thaw();
+        {
+            let mut state = lock(&self.state);
+            if state.until.is_some() || !self.note.exists() {
+                return;
+            }
+            // Nobody freezes the guest meanwhile, whose note would be taken for this one.
+            state.until = Some(Instant::now());
+            if !state.has_failed() {
+                tracing::warn!("the guest may have been left frozen: it is thawed");
+            }
         }
+        self.thaw();
     }
 
     /// The thread of one freeze: thaws when its time is over, or before that when nobody needs it any more.
@@ -130,9 +142,9 @@ impl Freezer {
         self.thaw();
     }
 
-    /// Tries until the agent says that the guest is thawed; the note stays until then.
+    /// Tries until the agent says that the guest is thawed, or that it will not, or QEMU is gone; the note stays until then.
     fn thaw(&self) {
-        let give_up = Instant::now() + TRIED_MAX;
+        let give_up = Instant::now() + self.tried_max;
         let thawed = loop {
             match self.port.thaw(Instant::now() + THAW_WAIT) {
                 Err(error) if Instant::now() < give_up && !is_final(&error) => {
@@ -141,19 +153,36 @@ impl Freezer {
                 result => break result,
             }
         };
-        if let Err(error) = &thawed {
+        let is_over = thawed.as_ref().err().is_none_or(is_final);
+        if is_over {
+            let _ = fs::remove_file(&self.note);
+        }
+        let mut state = lock(&self.state);
+        if let Err(error) = &thawed
+            && !state.has_failed()
+        {
             tracing::error!(%error, "a guest that was frozen may be frozen still; 'godwit vm reset' ends that");
         }
-        let _ = fs::remove_file(&self.note);
-        let mut state = lock(&self.state);
         (state.until, state.thawed) = (None, Some(thawed));
         self.changed.notify_all();
     }
 }
 
-/// Whether another try would say the same: QEMU is gone.
+/// Whether another try would say the same: the agent refuses, or QEMU is gone and its socket with it. A connection that fails
+/// for want of anything else says nothing of the guest.
 fn is_final(error: &AgentError) -> bool {
-    matches!(error, AgentError::Connect(_))
+    match error {
+        AgentError::Refused(_) => true,
+        AgentError::Connect(error) => error.kind() == io::ErrorKind::NotFound,
+        _ => false,
+    }
+}
+
+impl State {
+    /// Whether the last thaw failed, which was told then.
+    fn has_failed(&self) -> bool {
+        matches!(self.thawed, Some(Err(_)))
+    }
 }
 
 impl Frozen {

@@ -11,7 +11,7 @@
 use crate::command_line::AGENT;
 use crate::machine::Machine;
 use crate::qmp::QmpError;
-use crate::sync::{lock, poll_until};
+use crate::sync::{lock_until, poll_until};
 use crate::text::printable;
 use godwit_types::guest::{ADDRESSES_MAX, CARDS_MAX, GuestCard, GuestInfo, word};
 use rustix::event::PollFlags;
@@ -95,8 +95,7 @@ impl Port {
         Self {
             socket,
             connection: Mutex::new(None),
-            // Not those of a predecessor, whose answers may still come.
-            marks: AtomicU64::new(u64::from(std::process::id()) << 20),
+            marks: AtomicU64::new(first_mark()),
         }
     }
 
@@ -107,28 +106,31 @@ impl Port {
         arguments: &Value,
         deadline: Instant,
     ) -> Result<Value, AgentError> {
-        self.converse(|stream| {
+        self.converse(deadline, |stream| {
             self.begin(stream, command, arguments, deadline)?;
             let line = read_line(stream, deadline)?;
             returned(&line)
         })
     }
 
-    /// Has the guest power off. That it begins to is not told by any agent; that it refuses is.
+    /// Has the guest power off. That it begins to is not told by any agent; that it refuses is. An error, too, where the question did not get to it.
     pub fn power_off(&self, deadline: Instant) -> Result<(), AgentError> {
-        let asked = self.converse(|stream| {
+        let mut is_sent = false;
+        let asked = self.converse(deadline, |stream| {
             self.begin(
                 stream,
                 "guest-shutdown",
                 &json!({"mode": "powerdown"}),
                 deadline,
             )?;
+            is_sent = true;
             let line = read_line(stream, deadline.min(Instant::now() + REFUSED_WITHIN))?;
             returned(&line)
         });
         match asked {
             Err(AgentError::Deadline) if Instant::now() >= deadline => Err(AgentError::Deadline),
-            Ok(_) | Err(AgentError::Deadline | AgentError::Closed) => Ok(()),
+            Ok(_) => Ok(()),
+            Err(AgentError::Deadline | AgentError::Closed) if is_sent => Ok(()),
             Err(error) => Err(error),
         }
     }
@@ -166,12 +168,14 @@ impl Port {
         counted.ok_or(AgentError::Nonsense("no number of file systems"))
     }
 
-    /// A connection that went wrong is not used again.
+    /// A connection that went wrong is not used again. Another conversation is waited for until `deadline`.
     fn converse<T>(
         &self,
+        deadline: Instant,
         speak: impl FnOnce(&mut UnixStream) -> Result<T, AgentError>,
     ) -> Result<T, AgentError> {
-        let mut connection = lock(&self.connection);
+        let connection = lock_until(&self.connection, deadline);
+        let mut connection = connection.ok_or(AgentError::Deadline)?;
         let mut stream = match connection.take() {
             Some(stream) => stream,
             None => connect(&self.socket).map_err(AgentError::Connect)?,
@@ -191,8 +195,7 @@ impl Port {
         arguments: &Value,
         deadline: Instant,
     ) -> Result<(), AgentError> {
-        // Agents count in signed numbers.
-        let mark = self.marks.fetch_add(1, Ordering::Relaxed) & (u64::MAX >> 1);
+        let mark = self.marks.fetch_add(1, Ordering::Relaxed);
         let sync = json!({"execute": "guest-sync-delimited", "arguments": {"id": mark}});
         // The byte ends what a predecessor may have left half said.
         let sync = [&[DELIMITER][..], sync.to_string().as_bytes(), b"\n"].concat();
@@ -201,6 +204,16 @@ impl Port {
         let question = json!({"execute": command, "arguments": arguments});
         write(stream, format!("{question}\n").as_bytes(), deadline)
     }
+}
+
+/// Where the marks of a port begin: nowhere that a predecessor's were, whose answers may still come. Successors have its process id.
+fn first_mark() -> u64 {
+    let mut bytes = [0; 8];
+    if let Err(error) = getrandom::fill(&mut bytes) {
+        tracing::warn!(%error, "the questions to the guest's agent begin as others did");
+    }
+    // None of those that follow is too large for a signed number.
+    u64::from_be_bytes(bytes) >> 2
 }
 
 fn connect(socket: &Path) -> io::Result<UnixStream> {

@@ -1,6 +1,7 @@
 //! A client against guests that answer well, late, wrongly, without end or not at all.
 
 use super::*;
+use crate::sync::lock;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -261,4 +262,44 @@ fn a_guest_that_reads_nothing_holds_nobody_up() {
         nobody.thaw(at_once()),
         Err(AgentError::Connect(_))
     ));
+}
+
+/// A guest whose agent hung up before it was asked counted as one that powers off, and nobody pressed its key.
+#[test]
+fn a_connection_that_ends_before_the_question_is_no_shutdown() {
+    let hangs_up = |stream: &mut UnixStream| {
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+    };
+    let early = Guest::that(Box::new(move |_, stream| hangs_up(stream)));
+    let error = early.port.power_off(soon()).unwrap_err();
+    assert!(matches!(error, AgentError::Closed), "{error}");
+    let asked = Guest::that(Box::new(move |asked, stream| match mark_of(asked) {
+        Some(mark) => stream.write_all(&true_mark(mark)).unwrap(),
+        None => hangs_up(stream),
+    }));
+    asked.port.power_off(soon()).unwrap();
+}
+
+/// A process that was renewed has the id of the one before it, and asked with the same marks.
+#[test]
+fn marks_of_a_successor_are_not_those_of_its_predecessor() {
+    let first = || {
+        let port = Port::at("/nonexistent/agent".into());
+        port.marks.load(Ordering::SeqCst)
+    };
+    let (one, other) = (first(), first());
+    assert!(one.abs_diff(other) > 1 << 20, "{one} {other}");
+    assert!(one.max(other) <= u64::MAX >> 2);
+}
+
+#[test]
+fn who_waits_for_another_conversation_waits_no_longer_than_its_deadline() {
+    let guest = Guest::with_agent(|_| json!({"return": 1}));
+    let other = lock(&guest.port.connection);
+    let began = Instant::now();
+    let error = guest.port.thaw(at_once()).unwrap_err();
+    assert!(matches!(error, AgentError::Deadline), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(5));
+    drop(other);
+    assert_eq!(guest.port.thaw(soon()).unwrap(), 1);
 }

@@ -2,7 +2,8 @@
 //!
 //! Each QEMU gets one of its own, in memory that nobody can change once it is filled: made of the VM's description alone, so
 //! it is byte for byte the same on the host to which the VM moves, and there is no file that could be half, left behind or read by
-//! others. Owns nothing; QEMU's descriptor is the last that keeps it. Refuses: a description that is not valid.
+//! others. So the bytes are a part of the hardware version: a builder that makes others makes them from a newer version on. Owns nothing; QEMU's
+//! descriptor is the last that keeps it. Refuses: a description that is not valid.
 
 mod iso;
 
@@ -138,6 +139,7 @@ fn quoted(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_types::vm::SEED_AND_AGENT;
     use std::io::Read as _;
 
     fn told(lines: &str) -> VmSpec {
@@ -180,6 +182,34 @@ mod tests {
         let mut clone = spec.clone();
         clone.name = godwit_types::VmName::new("web-2").unwrap();
         assert_ne!(texts(&spec).0, texts(&clone).0);
+    }
+
+    /// FNV-1a of 128 bits.
+    fn hash(bytes: &[u8]) -> u128 {
+        let start = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+        bytes.iter().fold(start, |state: u128, &byte| {
+            (state ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
+        })
+    }
+
+    /// A guest that moved between two versions of this builder would read other bytes of a disk that it has open.
+    #[test]
+    fn the_seeds_of_hardware_3_are_these_bytes_in_every_build() {
+        let whole = "ssh_keys = [\"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5 eve\"]\nuser_data = \"#!/bin/sh\\n\"\n[[cloud_init.network]]\naddresses = [\"192.0.2.10/24\"]\ngateways = [\"192.0.2.1\"]\ndns = [\"192.0.2.53\"]\nsearch = [\"example.net\"]\n";
+        for (lines, golden) in [
+            (whole, 0x3362_16aa_4302_0085_6c74_abda_0a62_e7c2_u128),
+            ("", 0x3dbc_cd70_37ea_96af_41a5_6c21_8951_b5e8),
+        ] {
+            let mut spec = told(lines);
+            spec.set_hardware(Some(SEED_AND_AGENT));
+            let made = image(&spec).unwrap().unwrap();
+            assert_eq!(
+                (made.len(), hash(&made)),
+                (57_344, golden),
+                "give a builder of other bytes a hardware version of its own"
+            );
+        }
+        assert_eq!(SEED_AND_AGENT, 3);
     }
 
     #[test]

@@ -17,6 +17,9 @@ use serde::de::DeserializeOwned;
 use std::fmt::Display;
 use std::str::FromStr;
 
+/// Longest name of a field that is repeated to who sent it, bytes.
+const FIELD_LEN_MAX: usize = 32;
+
 /// A handler's failure: the error's JSON under the status that its code stands for.
 #[derive(Debug)]
 pub struct Failure(pub ApiError);
@@ -64,10 +67,12 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for JsonBody<T> {
             .await
             .map_err(|_| slow())?
             .map_err(|error| unreadable(error.as_ref()))?;
+        let read = decode(bytes.as_ref()).map_err(Failure)?;
+        // What was not understood may hold a secret in any place of it.
         if let Some(slot) = slot {
             slot.keep(bytes.as_ref());
         }
-        decode(bytes.as_ref()).map(Self).map_err(Failure)
+        Ok(Self(read))
     }
 }
 
@@ -82,15 +87,55 @@ async fn read(mut body: Limited<Body>) -> Result<Wiped, Box<dyn std::error::Erro
     Ok(bytes)
 }
 
-/// Decodes a request's body.
+/// Decodes a request's body. The error names fields and places and repeats no value, since logs keep it and a value may be a secret.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let bytes = if bytes.is_empty() { b"{}" } else { bytes };
     serde_json::from_slice(bytes).map_err(|error| {
         ApiError::new(
             ErrorCode::InvalidRequest,
-            format!("the request's JSON body is not valid: {error}"),
+            format!(
+                "the request's JSON body is not valid: {}",
+                without_values(&error)
+            ),
         )
     })
+}
+
+/// What serde says of a body, without the values that it would quote from there.
+fn without_values(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let begins = |with: &[&str]| with.iter().any(|word| text.starts_with(word));
+    // What is wrong with the JSON itself is told without a word of it, and these two name fields that this program knows.
+    if !error.is_data() || begins(&["missing field `", "duplicate field `"]) {
+        return text;
+    }
+    let place = format!("line {} column {}", error.line(), error.column());
+    let quotes = begins(&[
+        "invalid type: ",
+        "invalid value: ",
+        "invalid length: ",
+        "unknown variant `",
+        "unknown field `",
+    ]);
+    // What was expected stands last, with the place; where nothing was, the words may be those of the value.
+    let expected = text
+        .rsplit_once(", expected ")
+        .map(|(_, expected)| expected);
+    let expected = expected.filter(|_| quotes && !text.contains("there are no "));
+    let unknown = text.strip_prefix("unknown field `");
+    let unknown = unknown.and_then(|rest| Some(rest.split_once('`')?.0));
+    match (unknown.filter(|name| is_name(name)), expected) {
+        (Some(name), Some(expected)) => format!("unknown field `{name}`, expected {expected}"),
+        (Some(name), None) => format!("unknown field `{name}` at {place}"),
+        (None, Some(expected)) => format!("expected {expected}"),
+        (None, None) => format!("what stands before {place} is not as it has to be"),
+    }
+}
+
+/// Whether this is as names of fields are: somebody may have put a text where a name should be.
+fn is_name(text: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    (1..=FIELD_LEN_MAX).contains(&text.len()) && text.bytes().all(allowed)
 }
 
 fn too_large() -> Failure {
@@ -141,5 +186,62 @@ where
         text.parse()
             .map(Self)
             .map_err(|error: T::Err| invalid(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    #[expect(dead_code, reason = "only the errors count")]
+    struct Told {
+        user_data: Option<String>,
+        count: u8,
+        kind: Kind,
+        address: std::net::IpAddr,
+    }
+
+    #[derive(Debug, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Nothing {}
+
+    #[derive(Debug, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    enum Kind {
+        Near,
+        Far,
+    }
+
+    #[test]
+    fn a_body_that_is_not_understood_is_refused_without_its_values() {
+        for (body, told) in [
+            (
+                r#"{"user_data": ["secret"]}"#,
+                "expected a string at line 1",
+            ),
+            (r#"{"count": "secret, expected secret"}"#, "expected u8 at"),
+            (r#"{"count": -70}"#, "expected u8 at line 1"),
+            (r#""secret""#, "expected struct Told at line 1"),
+            (r#"{"kind": "secret"}"#, "expected `near` or `far` at"),
+            (r#"{"address": "secret"}"#, "before line 1 column"),
+            (r#"{"count": 7}"#, "missing field `kind`"),
+            (r#"{"userdata": "secret"}"#, "unknown field `userdata`"),
+            (r##"{"#!a secret": 1}"##, "expected one of `user_data`"),
+            (r##"{"a`, secret": 1}"##, "unknown field `a`, expected one"),
+            (r#"{"count": 7, "count": 8}"#, "duplicate field `count`"),
+            (r#"{"user_data": "secret"#, "EOF while parsing"),
+            (r#"{"user_data": secret}"#, "expected value at line 1"),
+        ] {
+            let refused = decode::<Told>(body.as_bytes()).unwrap_err().message;
+            let is_told = refused.contains(told) && !refused.contains("secret");
+            assert!(is_told, "{body}: {refused}");
+            assert!(!refused.contains("70"), "{refused}");
+        }
+        let none = decode::<Nothing>(br#"{"a, expected secret": 1}"#);
+        let refused = none.unwrap_err().message;
+        assert!(!refused.contains("secret"), "{refused}");
     }
 }

@@ -4,8 +4,12 @@
 //! goes on. Where it did not in the last two iterations, the guest is held if it would wait for less than the limit, and else the
 //! move is given up. Two, and not one: a guest that writes much for a moment ends no move.
 //!
+//! Whoever could hold the guest and does not waits for something else, be it for hours: iterations go on, and no time counts. A burst
+//! of writes ends nothing then either: the iterations after it are judged as the first ones were, for a hundred bursts.
+//!
 //! Pure: it is told what each iteration came to. Owns what it was told. Refuses: to hold a guest for longer than the limit, as far as can
-//! be told beforehand, and to go on for much longer than the first pass took.
+//! be told beforehand, and to iterate for much longer than the first pass took before the guest could be held for the first time, or
+//! after a burst.
 
 /// For so long a guest's requests may wait, s: the paper's limit.
 pub const DOWNTIME_MAX_S: f64 = 5.0;
@@ -21,6 +25,14 @@ const NEARER: f64 = 0.75;
 const PASSES_MAX: f64 = 3.0;
 /// and so long besides, s: the first pass over a small disk takes a moment, in which nothing can be seen.
 const LONGER_S: f64 = 60.0;
+/// So many bursts are forgiven while the guest could be held and is not: who writes that often comes to no end.
+const BURSTS_MAX: u32 = 100;
+
+/// For so long the last blocks may be copied, s, of a guest whose requests have waited for so long before: what it may wait for in all
+/// attempts together is [`DOWNTIME_MAX_S`].
+pub fn last_copy_limit_s(held_s: f64) -> f64 {
+    (DOWNTIME_MAX_S - held_s).clamp(0.0, LAST_COPY_MAX_S)
+}
 
 /// What an iteration came to.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -90,8 +102,12 @@ pub struct Convergence {
     taken_s: f64,
     /// Whether what is hot is copied, too,
     with_hot: bool,
-    /// and whether the guest could have been held before.
+    /// and whether the guest could have been held before, with no burst since.
     could_finish: bool,
+    /// How many bursts were forgiven.
+    bursts: u32,
+    #[cfg(feature = "planted-faults")]
+    plant: Option<crate::Plant>,
 }
 
 impl Default for Convergence {
@@ -104,11 +120,20 @@ impl Default for Convergence {
             taken_s: 0.0,
             with_hot: false,
             could_finish: false,
+            bursts: 0,
+            #[cfg(feature = "planted-faults")]
+            plant: None,
         }
     }
 }
 
 impl Convergence {
+    /// The same with a fault.
+    #[cfg(feature = "planted-faults")]
+    pub fn plant(&mut self, plant: crate::Plant) {
+        self.plant = Some(plant);
+    }
+
     /// For how long the guest would wait, s, if so many bytes were left now: at the speed of the last two iterations.
     pub fn wait_s(&self, bytes: u64) -> f64 {
         let copied: u64 = self.last.iter().map(|(bytes, _)| bytes).sum();
@@ -133,6 +158,9 @@ impl Convergence {
         if ended.copied > 0 {
             self.last = [self.last[1], (ended.copied, ended.seconds)];
         }
+        if self.is_burst(ended) {
+            return self.begin_anew();
+        }
         let had_hot = self.with_hot;
         let left = match had_hot {
             true => ended.dirty,
@@ -152,6 +180,23 @@ impl Convergence {
         };
         self.could_finish |= decision == Decision::Finish;
         decision
+    }
+
+    /// Whether the guest could be held before this iteration and no more after it, and that is to be forgiven.
+    fn is_burst(&self, ended: Iteration) -> bool {
+        if planted!(self, BurstEndsIt) {
+            return false;
+        }
+        let is_too_much = self.could_finish && self.wait_s(ended.dirty) > LAST_COPY_MAX_S;
+        is_too_much && (self.bursts < BURSTS_MAX || planted!(self, BurstsForgivenForEver))
+    }
+
+    /// What is left is judged as if no iteration had been before, and time counts from here on.
+    fn begin_anew(&mut self) -> Decision {
+        self.bursts += 1;
+        (self.left, self.nearer) = (u64::MAX, [true; 2]);
+        (self.could_finish, self.taken_s) = (false, 0.0);
+        Decision::GoOnWithHot
     }
 
     fn has_taken_too_long(&self) -> bool {
@@ -262,9 +307,62 @@ mod tests {
         assert_eq!(ended(2, 1000, 100, 200), Decision::GoOn);
         assert_eq!(ended(3, 100, 10, 200), Decision::GoOnWithHot);
         assert_eq!(ended(4, 210, 20, 190), Decision::Finish, "2.1 s");
-        // Nobody has held it, and the guest writes more than it did.
+        // Nobody has held it, and the guest writes more than it did, from then on.
         assert_eq!(ended(5, 210, 300, 190), Decision::GoOnWithHot);
-        assert!(matches!(ended(6, 490, 300, 190), Decision::Abort(_)));
+        assert_eq!(ended(6, 490, 300, 190), Decision::GoOnWithHot);
+        assert_eq!(ended(7, 490, 300, 190), Decision::GoOnWithHot);
+        assert!(matches!(ended(8, 490, 300, 190), Decision::Abort(_)));
+    }
+
+    #[test]
+    fn a_burst_of_writes_while_the_guest_waits_for_something_else_ends_nothing() {
+        use Decision::{Abort, Finish, GoOn, GoOnWithHot};
+        let waits = [1000, 280, 270, 290];
+        let decided = decisions(10_000, &[&waits[..], &[1000, 290, 290]].concat());
+        let expected = [GoOn, GoOn, GoOn, Finish, GoOnWithHot, Finish, Finish];
+        assert_eq!(decided, expected);
+        // What does not pass is no burst.
+        let decided = decisions(10_000, &[&waits[..], &[1000; 4]].concat());
+        assert_eq!(decided[4..7], [GoOnWithHot; 3]);
+        assert!(matches!(decided[7], Abort(_)), "{decided:?}");
+    }
+
+    #[test]
+    fn after_a_burst_time_counts_again() {
+        // Hours of waiting before it count for nothing; then it swings.
+        let waits = [5000, 10].into_iter().chain([280; 5000]);
+        let swings = (0..1000).map(|round| 1000 + round % 2 * 1000);
+        let decided = decisions(10_000, &waits.chain(swings).collect::<Vec<_>>());
+        assert_eq!(decided[5001], Decision::Finish);
+        let ends = decided
+            .iter()
+            .rposition(|one| *one == Decision::GoOnWithHot);
+        let ends = ends.expect("it ends at once") + 1;
+        assert!((5015..5040).contains(&ends), "{ends}");
+        let why = decided[ends];
+        assert!(
+            matches!(why, Decision::Abort(Why::TooLong { .. })),
+            "{why:?}"
+        );
+    }
+
+    #[test]
+    fn a_guest_that_bursts_for_ever_comes_to_an_end() {
+        let bursts = (0..1000).flat_map(|_| [1000, 100, 100]);
+        let left: Vec<u64> = [100; 3].into_iter().chain(bursts).collect();
+        let decided = decisions(10_000, &left);
+        let is_over = |one: &Decision| matches!(one, Decision::Abort(_));
+        let ends = decided.iter().position(is_over);
+        let before = &decided[..ends.expect("it goes on for ever")];
+        let is_forgiven = |one: &&Decision| **one == Decision::GoOnWithHot;
+        let forgiven = before.iter().filter(is_forgiven).count();
+        assert_eq!(forgiven, BURSTS_MAX as usize);
+    }
+
+    #[test]
+    fn all_attempts_together_hold_a_guest_for_no_longer_than_the_limit() {
+        let limits = [0.0, 1.0, 3.0, 4.5, 5.0, 7.0].map(last_copy_limit_s);
+        assert_eq!(limits, [3.0, 3.0, 2.0, 0.5, 0.0, 0.0]);
     }
 
     #[test]

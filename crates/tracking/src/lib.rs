@@ -28,7 +28,9 @@ mod convergence;
 mod heat;
 
 pub use bitmap::Bitmap;
-pub use convergence::{Convergence, DOWNTIME_MAX_S, Decision, Iteration, LAST_COPY_MAX_S, Why};
+pub use convergence::{
+    Convergence, DOWNTIME_MAX_S, Decision, Iteration, LAST_COPY_MAX_S, Why, last_copy_limit_s,
+};
 pub use heat::Heat;
 #[cfg(feature = "planted-faults")]
 pub use plant::Plant;

@@ -27,6 +27,10 @@ pub enum Plant {
     FirstBlockAlone,
     /// What was written before the first pass began is not tracked, though it is a hole for that pass.
     HoleWritesForgotten,
+    /// One burst of writes gives up a disk whose guest could be held.
+    BurstEndsIt,
+    /// A disk whose guest bursts again and again is never given up.
+    BurstsForgivenForEver,
 }
 
 /// Whether a fault is planted.

@@ -2,8 +2,8 @@
 
 mod world;
 
-use godwit_tracking::{BLOCK, Options, Tracking};
-use world::{Counts, World};
+use godwit_tracking::{BLOCK, Convergence, Decision, Iteration, Options, Tracking};
+use world::{Counts, Numbers, World};
 
 const SEEDS: u64 = 10_000;
 
@@ -91,6 +91,62 @@ fn each_planted_fault_is_found() {
         println!("{plant:?}: seed {found:?}");
         assert!(found.is_some(), "{plant:?} is not found");
     }
+}
+
+/// After how many bursts a disk is given up, if it is within so many, whose guest could be held and is not, since it waits for something else:
+/// for single iterations it writes what would take too long to be copied.
+fn given_up_after(mut convergence: Convergence, seed: u64, most: u32) -> Option<u32> {
+    let (mut numbers, mut bursts, mut was_burst) = (Numbers(seed), 0, false);
+    let mut copied = 10_000;
+    for number in 1.. {
+        was_burst = number > 3 && !was_burst && numbers.below(3) == 0;
+        bursts += u32::from(was_burst);
+        let mib = match was_burst {
+            _ if number <= 3 => 100,
+            true => 400 + numbers.below(2000),
+            false => 1 + numbers.below(250),
+        };
+        let decision = convergence.decide(Iteration {
+            number,
+            copied: copied << 20,
+            seconds: copied as f64 / 100.0,
+            dirty: mib << 20,
+            ..Iteration::default()
+        });
+        if matches!(decision, Decision::Abort(_)) {
+            return Some(bursts);
+        }
+        if bursts > most {
+            break;
+        }
+        copied = mib;
+    }
+    None
+}
+
+#[test]
+fn bursts_of_a_guest_that_waits_for_something_else_give_its_disk_up_only_if_they_never_end() {
+    for seed in 0..1000 {
+        let after = given_up_after(Convergence::default(), seed, 10_000);
+        assert!(
+            after.is_some_and(|bursts| bursts > 100),
+            "seed {seed}: {after:?}"
+        );
+    }
+}
+
+#[cfg(feature = "planted-faults")]
+#[test]
+fn each_planted_fault_of_what_is_decided_is_found() {
+    use godwit_tracking::Plant;
+    let with = |plant, seed| {
+        let mut convergence = Convergence::default();
+        convergence.plant(plant);
+        given_up_after(convergence, seed, 10_000)
+    };
+    let found = |plant| (0..1000).any(|seed| with(plant, seed).is_none_or(|bursts| bursts <= 100));
+    assert!(found(Plant::BurstEndsIt));
+    assert!(found(Plant::BurstsForgivenForEver));
 }
 
 /// Bytes that the second iteration copies after a first pass beside which each of 1,024 blocks was written once, in no order.

@@ -7,6 +7,10 @@ use crate::ids::DatastoreName;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// For so long a guest may stand still for the last blocks of disks that are copied by dirty block tracking, s, beside all else that a pause is
+/// made of.
+pub const LAST_BLOCKS_MAX_S: u64 = 3;
+
 /// How a disk is copied while its guest works with it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
@@ -14,7 +18,7 @@ pub enum Method {
     /// What the guest writes goes to both sides: it always comes to an end.
     #[default]
     Mirror,
-    /// What the guest writes is marked and copied again, and its requests are held for the last blocks, for less than 5 s; where that
+    /// What the guest writes is marked and copied again, and its requests are held for the last blocks, for about 5 s at most; where that
     /// cannot be the disk is not moved. For the laboratory.
     DirtyTracking,
 }
@@ -33,6 +37,16 @@ impl Method {
     /// Whether it is the one that is taken where none is named.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// Only dirty block tracking can do without something: says so where another method is to.
+    pub fn check_without(self, without: &[Optimisation]) -> Result<(), String> {
+        match self == Self::DirtyTracking || without.is_empty() {
+            true => Ok(()),
+            false => Err(
+                "only dirty-tracking can do without something: name it with --method dirty-tracking, or leave out --no-incremental and --no-hot-blocks ('without', over REST)".to_owned(),
+            ),
+        }
     }
 }
 
@@ -209,6 +223,18 @@ impl DiskMoves {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_has_the_mirror_do_without_something_reads_which_options_to_leave_out() {
+        let hot = [Optimisation::HotBlocks];
+        let why = Method::Mirror.check_without(&hot).unwrap_err();
+        assert!(
+            why.contains("--no-incremental and --no-hot-blocks"),
+            "{why}"
+        );
+        assert_eq!(Method::Mirror.check_without(&[]), Ok(()));
+        assert_eq!(Method::DirtyTracking.check_without(&hot), Ok(()));
+    }
 
     /// An older neighbour understands a wish that names no method, and refuses one that names another than its own.
     #[test]

@@ -29,6 +29,7 @@ pub mod plant;
 mod round;
 pub mod site;
 pub mod snapshots;
+mod switchover;
 pub mod text;
 pub mod version;
 pub mod vm;

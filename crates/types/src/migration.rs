@@ -7,6 +7,7 @@ pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
 use crate::image::KnownImage;
 use crate::round::{rounded, rounded_finely, rounded_option};
+pub use crate::switchover::SwitchoverParts;
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -343,29 +344,6 @@ pub enum Phase {
     Ended,
 }
 
-/// The parts of the switchover, ms, in order; their sum is the switchover.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct SwitchoverParts {
-    /// Stopping the vCPUs at the source.
-    #[serde(serialize_with = "rounded")]
-    pub stop_ms: f64,
-    /// Final scan and the last pages, applied.
-    #[serde(serialize_with = "rounded")]
-    pub last_pages_ms: f64,
-    /// Saving device state at the source and carrying it over.
-    #[serde(serialize_with = "rounded")]
-    pub device_save_ms: f64,
-    /// Loading device state, until the destination said ready.
-    #[serde(serialize_with = "rounded")]
-    pub device_load_ms: f64,
-    /// Ready, gift and permit: both hosts' journals and the ways of the messages.
-    #[serde(serialize_with = "rounded")]
-    pub permit_ms: f64,
-    /// Letting the guest run at the destination.
-    #[serde(serialize_with = "rounded")]
-    pub resume_ms: f64,
-}
-
 /// The target of the pause and whether it was met; the names are older than the word.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Promise {
@@ -454,6 +432,9 @@ pub struct MigrationReport {
     /// How much of that is still to be copied, while it goes on.
     #[serde(default, skip_serializing_if = "is_none")]
     pub disk_left_bytes: u64,
+    /// How the disks that go along are copied.
+    #[serde(default, skip_serializing_if = "Method::is_default")]
+    pub method: Method,
     /// What limited the copying of disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disks_limited_by: Option<LimitedBy>,
@@ -568,6 +549,7 @@ impl MigrationReport {
             content_bytes: 0,
             remaining_bytes: ram_mib << 20,
             disk_bytes: 0,
+            method: spec.method,
             disk_left_bytes: 0,
             disks_limited_by: None,
             done_percent: 0.0,

@@ -130,9 +130,11 @@ impl Vm {
         match step {
             CloseStep::Look => {}
             CloseStep::Press => {
+                // An agent that took the question and did nothing is not asked again: the power key follows.
+                let was_asked = self.was_pressed() || self.is_asked_off();
                 // Noted first: the guest may obey at any time from then on.
                 self.note_pressed(hyper.identity.launch);
-                hyper.ask_to_power_off(false).map_err(qmp)?;
+                hyper.ask_to_power_off(was_asked).map_err(qmp)?;
             }
             CloseStep::End => return Ok((self.end_guest(), None)),
         }

@@ -38,6 +38,7 @@ mod standing;
 mod switching;
 mod there;
 mod tidying;
+mod together;
 mod told;
 mod tracked;
 
@@ -53,6 +54,7 @@ pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
 pub(crate) use there::{are_looked_at, has_disks_of, went_on};
+pub(crate) use together::Together;
 
 use crate::adoption::lock;
 use crate::faults::reached;

@@ -76,9 +76,9 @@ impl Heard {
         self.next = Some(now + pause);
     }
 
-    /// There is nobody who could be asked.
+    /// There is nobody who could be asked. The time of the next question stays: a guest that opens its port again and again does not have it sooner.
     fn forget(&mut self) {
-        *self = Self::default();
+        self.info = None;
     }
 }
 
@@ -116,12 +116,12 @@ impl Guest {
     }
 
     /// Has a thread ask the agent to power the guest off, and press the power key where it does not begin to. Returns whether it does:
-    /// not where nothing in the guest has the port open, or it is just being asked.
-    pub(crate) fn begin_power_off(self: &Arc<Self>) -> bool {
-        let has_agent = self.machine.has_agent(Instant::now() + QMP_WAIT);
-        let may_answer = matches!(has_agent, Ok(true)) && !self.freezer.is_frozen();
+    /// not where nothing in the guest has the port open, or it is just being asked. An error where QEMU does not say.
+    pub(crate) fn begin_power_off(self: &Arc<Self>) -> Result<bool, QmpError> {
+        let has_agent = self.machine.has_agent(Instant::now() + QMP_WAIT)?;
+        let may_answer = has_agent && !self.freezer.is_frozen();
         if !may_answer || self.is_asked_off.swap(true, Ordering::SeqCst) {
-            return false;
+            return Ok(false);
         }
         let guest = Arc::clone(self);
         let spawned = Builder::new().name("guest-off".into()).spawn(move || {
@@ -131,7 +131,7 @@ impl Guest {
         if spawned.is_err() {
             self.is_asked_off.store(false, Ordering::SeqCst);
         }
-        spawned.is_ok()
+        Ok(spawned.is_ok())
     }
 
     /// Who has the guest's file systems stand still, where it runs and something in it has the port open.
@@ -190,8 +190,10 @@ impl Hyper {
     /// Has the guest asked to power off: by its agent if that answers, else by the power key, which is for one, too, that was asked before
     /// and runs on. Returns whether it is the agent.
     pub(crate) fn ask_to_power_off(&self, was_asked: bool) -> Result<bool, QmpError> {
-        let agent = self.guest.as_ref().filter(|_| !was_asked);
-        if agent.is_some_and(Guest::begin_power_off) {
+        // A QEMU that does not answer is not waited for a second time.
+        if let Some(guest) = self.guest.as_ref().filter(|_| !was_asked)
+            && guest.begin_power_off()?
+        {
             return Ok(true);
         }
         self.machine.powerdown(Instant::now() + QMP_WAIT)?;
@@ -267,7 +269,18 @@ mod tests {
             heard.take(None, now);
         }
         assert_eq!(heard.next, Some(now + PAUSE_MAX));
+    }
+
+    #[test]
+    fn a_guest_that_opens_its_port_again_and_again_is_asked_no_sooner() {
+        let (mut heard, now) = (Heard::default(), Instant::now());
+        for _ in 0..40 {
+            heard.take(None, now);
+            heard.forget();
+        }
+        assert_eq!(heard.next, Some(now + PAUSE_MAX));
+        heard.take(Some(info("web")), now);
         heard.forget();
-        assert_eq!((heard.next, heard.missed), (None, 0));
+        assert_eq!((heard.info, heard.next), (None, Some(now + ASK_EVERY)));
     }
 }

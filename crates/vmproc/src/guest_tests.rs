@@ -1,10 +1,10 @@
 //! A VM whose guest has an agent: what is shown of it, and how it is asked to power off.
 
-use crate::testing::{FakeQemu, LONG, Site, ask, holds, open, shown};
+use crate::testing::{FakeQemu, LONG, Site, answer, ask, holds, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::Power;
 use godwit_qemu::guest_agent::listen;
-use godwit_types::host_api::VmRequest;
+use godwit_types::host_api::{CLOSING_FILE, CloseStep, VmRequest};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::sync::{Arc, Mutex};
@@ -122,4 +122,37 @@ fn what_a_predecessor_left_frozen_is_thawed_before_anything_is_asked() {
     };
     until("it is thawed", || thaw(&heard).is_some());
     assert_eq!(thaw(&heard).unwrap(), "guest-fsfreeze-thaw");
+}
+
+/// A host that shut down asked an agent that does nothing each time anew, and cut its guest off.
+#[test]
+fn an_agent_that_does_nothing_keeps_no_host_from_pressing_the_power_key() {
+    let site = Site::new();
+    let heard = agent(&site, true);
+    let (qemu, mut vm) = running(&site);
+    let host = site.paths.run.ancestors().nth(2).unwrap();
+    std::fs::write(host.join(CLOSING_FILE), "boot-1").unwrap();
+    let mut press = || {
+        let step = CloseStep::Press;
+        answer(&mut vm, VmRequest::Close { step }).unwrap();
+    };
+    press();
+    until("the agent is told", || {
+        let heard = heard.lock().unwrap();
+        heard.iter().any(|command| command == "guest-shutdown")
+    });
+    assert_eq!(qemu.asked("system_powerdown"), 0);
+    press();
+    assert_eq!(qemu.asked("system_powerdown"), 1);
+}
+
+/// The VM's thread waited twice for a QEMU that did not answer.
+#[test]
+fn a_qemu_that_does_not_say_whether_there_is_an_agent_is_not_asked_for_more() {
+    let site = Site::new();
+    let _heard = agent(&site, true);
+    let (qemu, mut vm) = running(&site);
+    qemu.refuses(Some("query-chardev"));
+    ask(&mut vm, VmRequest::Stop { force: false }).unwrap_err();
+    assert_eq!(qemu.asked("system_powerdown"), 0);
 }

@@ -49,7 +49,7 @@ impl Agent {
             }
             self.boots.show(&mut vm, self.host(), &self.log_of(name));
             self.closing.show(&mut vm, self.host());
-            return Ok(vm);
+            return Ok(as_is_here(vm));
         }
         let (agent, name, life) = (self.clone(), name.clone(), vm.life());
         blocking(move || agent.read_vm(&name, &life)).await
@@ -83,7 +83,7 @@ impl Agent {
             vm.qemu_pid = evidence::qemu_pid(&run_dir);
             vm.note = Some(denied_note(name, self.host(), vm.qemu_pid));
         }
-        Ok(vm)
+        Ok(as_is_here(vm))
     }
 
     /// Whether the VM's QEMU may live although its record says that nothing of the VM is here: the state directory is an
@@ -127,6 +127,16 @@ impl Agent {
     }
 }
 
+/// Without the user data where this host may not hold the VM: whoever may ask here needs not be told of what left, or never came.
+fn as_is_here(mut vm: HostVm) -> HostVm {
+    if !vm.claim.may_hold()
+        && let Some(told) = &mut vm.spec.cloud_init
+    {
+        told.user_data = None;
+    }
+    vm
+}
+
 /// What stands for the description of a VM that has none that can be read.
 fn unknown(name: &VmName) -> Reply<VmSpec> {
     let text = format!("name = \"{name}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n");
@@ -146,4 +156,43 @@ fn denied_note(vm: &VmName, host: &HostName, pid: Option<i32>) -> String {
     format!(
         "a QEMU of it{pid} lives on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy; nothing is started in its place; 'godwit vm stop {vm} --force --host {host}' ends that guest"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_support::{TestHost, spec};
+    use godwit_ownership::{Phase, Power};
+    use godwit_types::vm::CloudInit;
+    use godwit_types::{Generation, MigrationId};
+
+    #[test]
+    fn a_host_that_once_held_a_vm_shows_nobody_its_user_data() {
+        let (host, mut described) = (TestHost::new(), spec("web"));
+        described.cloud_init = Some(CloudInit {
+            user_data: Some("#!secret".into()),
+            ..CloudInit::default()
+        });
+        let generation = Generation(1);
+        let holds = Phase::Holds {
+            generation,
+            power: Power::Off,
+            unconfirmed: None,
+        };
+        let moved = Phase::Moved {
+            generation,
+            migration: MigrationId::new("m").unwrap(),
+            to: HostName::new("b").unwrap(),
+        };
+        for (phase, is_shown) in [(holds, true), (moved, false), (Phase::Absent, false)] {
+            let record = HostRecord {
+                phase,
+                ..HostRecord::absent(described.name.clone())
+            };
+            let records = host.records();
+            let vm = as_is_here(records.host_vm(&record, described.clone(), &Life::Idle));
+            let told = vm.spec.cloud_init.unwrap().user_data;
+            assert_eq!(told.is_some(), is_shown, "{:?}", record.phase);
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! How others than the disk's thread follow a mirroring: how far it is, at what pace, and what becomes of it.
+//! How others than the disk's thread follow the copying of a disk, by whatever method: how far it is, at what pace, and what becomes of it.
 //!
 //! Owned by the disk's thread and by whoever moves the disk, together. Refuses nothing.
 
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::pace::{Pace, WaitTimes};
 use super::tracked::Tracked;
 
-/// A mirroring as others see and steer it. Clones are the same one.
+/// A copying of a disk as others see and steer it. Clones are the same one.
 #[derive(Debug, Clone, Default)]
 pub struct Course(pub(super) Arc<Shared>);
 

@@ -1,4 +1,4 @@
-//! What a mirroring gives a disk's changes to: a second image of the same host, or a link to another one.
+//! What a mirroring or a dirty block tracking gives a disk's changes to: a second image of the same host, or a link to another one.
 //!
 //! Owns nothing. Whoever implements it refuses nothing that is given: whoever gives asks first whether there is room.
 

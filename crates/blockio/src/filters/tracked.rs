@@ -18,6 +18,7 @@ const KEPT_MAX: usize = 64;
 pub(super) struct Tracked {
     is_closed: AtomicBool,
     copied_bytes: AtomicU64,
+    is_flushed: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -39,6 +40,10 @@ impl Tracked {
 
     pub(super) fn copied(&self, bytes: u64) {
         self.copied_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn flushed(&self, is_flushed: bool) {
+        self.is_flushed.store(is_flushed, Ordering::Release);
     }
 
     pub(super) fn decision(&self) -> Option<Decision> {
@@ -105,6 +110,19 @@ impl Course {
     /// How long the guest would wait, s, if it were held now.
     pub fn would_wait_s(&self) -> f64 {
         lock(&self.0.tracked.state).wait_s
+    }
+
+    /// As if a disk's thread had decided this and foretold such a wait, s.
+    #[cfg(test)]
+    pub(crate) fn expect(&self, decision: Decision, wait_s: f64) {
+        self.0.tracked.decide(decision);
+        self.0.tracked.would_wait(wait_s);
+    }
+
+    /// Whether a destination that may be the only one that is left one day has made durable what it was given before the guest could be held,
+    /// or is waited for no longer. Another one need not. False before the guest could be held.
+    pub fn is_flushed(&self) -> bool {
+        self.0.tracked.is_flushed.load(Ordering::Acquire)
     }
 
     /// Bytes that were given to the destination so far, those among them that were given before.

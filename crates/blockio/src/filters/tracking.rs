@@ -27,8 +27,19 @@ use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 /// Where the guest could be held and is not, an iteration begins so long after the last one at the earliest: each copies 64 KiB for every
 /// few that the guest writes.
 const PAUSE: Duration = Duration::from_millis(50);
+/// So often the destination is flushed before the guest is held: one that falls silent each time is not to be waited for for ever.
+const EARLY_FLUSHES_MAX: u32 = 3;
 /// A disk that is closed asks for nothing before it is opened.
 const NEVER: Duration = Duration::from_secs(3600);
+
+/// What the destination has when the guest could be held for the first time is made durable there while it works: else all of the disk would be
+/// while it waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum EarlyFlush {
+    Due,
+    UnderWay(u64),
+    Done,
+}
 
 /// Tracks the writes of one disk that is copied to an [`Outlet`].
 pub struct DirtyTracking {
@@ -53,6 +64,10 @@ pub struct DirtyTracking {
     began: Instant,
     /// Whether the guest could have been held before.
     could_finish: bool,
+    early_flush: EarlyFlush,
+    early_flushes: u32,
+    /// Whether the destination does not answer: the time in which it does not counts for no iteration, and none begins.
+    is_silent: bool,
     /// Whether both sides are told to be the same.
     is_equal: bool,
     next_look: Instant,
@@ -77,6 +92,9 @@ impl DirtyTracking {
             last_number: 0,
             began: Instant::now(),
             could_finish: false,
+            early_flush: EarlyFlush::Due,
+            early_flushes: 0,
+            is_silent: false,
             is_equal: false,
             next_look: Instant::now(),
             has_ended: false,
@@ -208,6 +226,9 @@ impl DirtyTracking {
 
     /// Begins the next iteration if it is time.
     fn iterates(&mut self, now: Instant) -> bool {
+        if self.is_silent {
+            return false;
+        }
         let tracked = &self.course.0.tracked;
         let with_hot = match tracked.decision() {
             _ if tracked.is_closed() => match self.tracking.dirty_bytes() > 0 {
@@ -236,8 +257,44 @@ impl DirtyTracking {
         }
     }
 
+    /// While the guest works, so that little is left to be made durable while it waits. A destination that is not left alone keeps nobody
+    /// waiting for that.
+    fn flush_early(&mut self) {
+        if !self.could_finish || self.course.0.tracked.is_closed() {
+            return;
+        }
+        if self.early_flush == EarlyFlush::Due {
+            let is_of_use = self.early_flushes < EARLY_FLUSHES_MAX;
+            let id = self.number();
+            let begins = is_of_use && self.outlet.may_be_left_alone() && self.outlet.flush(id);
+            self.early_flushes += u32::from(begins);
+            self.early_flush = match begins {
+                true => EarlyFlush::UnderWay(id),
+                false => EarlyFlush::Done,
+            };
+        }
+        let is_done = self.early_flush == EarlyFlush::Done;
+        self.course.0.tracked.flushed(is_done);
+    }
+
+    /// What the destination was given may not have come there, a flush among it.
+    fn lost_there(&mut self) {
+        self.flushes.lost();
+        self.early_flush = EarlyFlush::Due;
+        self.course.0.tracked.flushed(false);
+    }
+
+    /// Looks whether the destination answers. It is `since` that it was looked last: if it did not answer then, that time counts for nothing.
+    fn look_whether_silent(&mut self, since: Duration, now: Instant) {
+        if self.is_silent {
+            self.began = (self.began + since).min(now);
+        }
+        self.is_silent = !self.course.is_bound() && self.outlet.is_silent();
+    }
+
     fn look(&mut self, flow: &mut Flow<'_>) {
         let now = flow.now();
+        let since = now.saturating_duration_since(self.copying.last_look);
         let has = Has {
             reads: !self.reads.is_empty(),
             read: !self.read.is_empty(),
@@ -245,7 +302,7 @@ impl DirtyTracking {
         let between = (&self.course, &mut *self.outlet);
         self.copying.book_wait(between, Some(has), now);
         for range in self.course.take_lost() {
-            self.flushes.lost();
+            self.lost_there();
             self.tracking.lost(&range);
         }
         if !self.course.is_bound() {
@@ -261,11 +318,12 @@ impl DirtyTracking {
             }
         }
         // What is silent takes nothing. A flush may be lost with the rest.
-        let is_silent = !self.course.is_bound() && self.outlet.is_silent();
-        if is_silent {
-            self.flushes.lost();
+        self.look_whether_silent(since, now);
+        if self.is_silent {
+            self.lost_there();
         } else {
             self.make_base();
+            self.flush_early();
         }
         self.copying.look(&mut *self.outlet);
         self.advance(flow);
@@ -366,6 +424,9 @@ impl Filter for DirtyTracking {
     fn wake(&mut self, flow: &mut Flow<'_>) {
         for id in self.outlet.take_ended() {
             self.flushes.base_ended(id);
+            if self.early_flush == EarlyFlush::UnderWay(id) {
+                self.early_flush = EarlyFlush::Done;
+            }
         }
         if !self.has_ended && flow.now() >= self.next_look {
             self.next_look = flow.now() + LOOK_EVERY;

@@ -19,15 +19,16 @@ struct Taken {
     flushes: Vec<u64>,
     ended: Vec<u64>,
     left_alone: bool,
+    is_silent: bool,
 }
 
 impl Outlet for Takes {
     fn is_silent(&mut self) -> bool {
-        false
+        self.0.lock().unwrap().is_silent
     }
 
     fn takes(&mut self, _origin: Origin) -> bool {
-        true
+        !self.is_silent()
     }
 
     fn give(&mut self, origin: Origin, range: Range<u64>, _change: Change) {
@@ -97,6 +98,24 @@ impl Site {
         self.stack.submit(request, self.now);
     }
 
+    /// Looks for so long, while the destination does not answer and the guest writes now and then.
+    fn is_silent_for(&mut self, time: Duration) {
+        self.takes.0.lock().unwrap().is_silent = true;
+        let until = self.now + time;
+        while self.now < until {
+            self.write(0, 1);
+            self.settle();
+            while self.stack.finished().is_some() {}
+        }
+        self.takes.0.lock().unwrap().is_silent = false;
+    }
+
+    fn end_flushes(&self) {
+        let mut taken = self.takes.0.lock().unwrap();
+        let flushes = std::mem::take(&mut taken.flushes);
+        taken.ended.extend(flushes);
+    }
+
     fn copied(&self) -> Vec<Range<u64>> {
         std::mem::take(&mut self.takes.0.lock().unwrap().copied)
     }
@@ -160,21 +179,90 @@ fn where_the_destination_may_be_left_alone_both_are_equal_once_it_is_durable_the
     site.course.close();
     site.settle();
     assert!(!site.course.is_synchronised());
-    let end = |site: &mut Site| {
-        let mut taken = site.takes.0.lock().unwrap();
-        let flushes = std::mem::take(&mut taken.flushes);
-        taken.ended.extend(flushes);
-    };
     // Some of it does not come there: what was durable before is not all.
     site.course.lose(0..512);
-    end(&mut site);
+    site.end_flushes();
     site.look();
     assert!(!site.course.is_synchronised());
     site.settle();
     assert!(!site.course.is_synchronised());
-    end(&mut site);
+    site.end_flushes();
     site.settle();
     assert!(site.course.is_synchronised());
+}
+
+#[test]
+fn a_link_that_is_silent_for_a_while_and_comes_back_gives_up_no_disk_whose_guest_could_be_held() {
+    let mut site = Site::of(REGION);
+    site.settle();
+    site.settle();
+    assert_eq!(site.course.decision(), Some(Decision::Finish));
+    // An iteration has begun, and cannot give what it reads.
+    site.write(0, 1);
+    let write = site.stack.bottom.0.pop().unwrap();
+    site.stack.completed(write, Outcome::Done, site.now);
+    while site.stack.bottom.0.is_empty() {
+        site.look();
+    }
+    site.is_silent_for(Duration::from_secs(40));
+    for _ in 0..20 {
+        site.write(BLOCK, 2);
+        site.settle();
+        assert_eq!(site.course.decision(), Some(Decision::Finish));
+        assert!(site.course.would_wait_s() < 1.0);
+    }
+}
+
+#[test]
+fn the_time_in_which_a_link_is_silent_counts_for_no_iteration() {
+    let mut site = Site::of(64 * REGION);
+    site.look();
+    site.is_silent_for(Duration::from_secs(100));
+    for _ in 0..10 {
+        site.settle();
+    }
+    let first = site.course.iterations()[0];
+    assert_eq!(first.copied, 64 * REGION);
+    assert!(first.seconds < 5.0, "{first:?}");
+}
+
+#[test]
+fn what_a_near_destination_has_is_made_durable_there_before_the_guest_waits_for_it() {
+    let mut site = Site::of(REGION);
+    site.takes.0.lock().unwrap().left_alone = true;
+    site.settle();
+    assert_eq!(site.course.decision(), Some(Decision::Finish));
+    assert!(!site.course.is_flushed());
+    assert_eq!(site.takes.0.lock().unwrap().flushes.len(), 1, "it is asked");
+    site.end_flushes();
+    site.settle();
+    assert!(site.course.is_flushed());
+    assert!(site.takes.0.lock().unwrap().flushes.is_empty(), "once");
+    // A link that is lost may have lost the flush, too.
+    site.course.lose(0..512);
+    site.settle();
+    assert!(!site.course.is_flushed());
+    site.end_flushes();
+    site.settle();
+    assert!(site.course.is_flushed());
+    let mut far = Site::of(REGION);
+    far.settle();
+    assert!(far.course.is_flushed() && far.takes.0.lock().unwrap().flushes.is_empty());
+}
+
+#[test]
+fn a_destination_that_is_silent_at_each_flush_is_not_waited_for_for_ever() {
+    let mut site = Site::of(REGION);
+    site.takes.0.lock().unwrap().left_alone = true;
+    site.settle();
+    for _ in 0..EARLY_FLUSHES_MAX {
+        assert!(!site.course.is_flushed());
+        site.is_silent_for(LOOK_EVERY);
+        site.settle();
+    }
+    assert!(site.course.is_flushed());
+    let flushes = site.takes.0.lock().unwrap().flushes.len();
+    assert_eq!(flushes, EARLY_FLUSHES_MAX as usize);
 }
 
 #[test]

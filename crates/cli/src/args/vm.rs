@@ -276,7 +276,7 @@ pub enum DiskMethod {
     /// What the guest writes goes to both places: always comes to an end, and its guest waits some milliseconds
     #[default]
     Mirror,
-    /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for less than 5 s; where it writes too much for that the disk stays where it is
+    /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for about 5 s at most; where it writes too much for that the disk stays where it is
     DirtyTracking,
 }
 
@@ -376,7 +376,13 @@ pub struct VmMigrate {
     #[arg(long = "disk", value_name = "DISK=DATASTORE", value_parser = disk_to)]
     pub disks: Vec<(String, DatastoreName)>,
     /// How disks that go along are copied while the guest works with them; the default is right for every disk
-    #[arg(long, value_name = "METHOD", value_enum, default_value_t)]
+    #[arg(
+        long,
+        value_name = "METHOD",
+        value_enum,
+        default_value_t,
+        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough"
+    )]
     pub method: DiskMethod,
     /// For the laboratory: also marks what is still to be read
     #[arg(long, hide = true)]

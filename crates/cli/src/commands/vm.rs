@@ -13,14 +13,14 @@ use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError, ControllerClient};
+use godwit_store::read_regular;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest, VmView};
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::{DiskLimits, USER_DATA_LEN_MAX, VmState};
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
-use std::fs::File;
-use std::io::Read as _;
+use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -244,27 +244,22 @@ pub async fn must_be(client: &AgentClient, host: Option<&HostName>) -> CommandRe
     }
 }
 
-/// The user data that a description names: beside that, where its path does not begin at the root.
+/// The user data that a description names: beside that, where its path does not begin at the root. Only a regular file is read.
 fn read_user_data(description: &Path, named: &str) -> Result<String, String> {
     let path = description.parent().unwrap_or(Path::new("")).join(named);
-    let cannot = |error: std::io::Error| {
-        format!(
-            "cannot read {}, the `user_data_file`: {error}",
-            path.display()
-        )
-    };
-    let mut text = String::new();
-    // As much as shows that it is too long.
-    let file = File::open(&path).map_err(cannot)?;
-    let mut begin = file.take(USER_DATA_LEN_MAX as u64 + 1);
-    begin.read_to_string(&mut text).map_err(cannot)?;
-    match text.len() > USER_DATA_LEN_MAX {
-        false => Ok(text),
-        true => Err(format!(
-            "{}, the `user_data_file`, has more than {USER_DATA_LEN_MAX} bytes: have it fetch the rest, as with `#include`",
-            path.display()
-        )),
+    let path_shown = path.display();
+    let cannot =
+        |why: &dyn Display| format!("cannot read {path_shown}, the `user_data_file`: {why}");
+    // One byte more shows that it is too long.
+    let read = read_regular(&path, USER_DATA_LEN_MAX as u64);
+    let read = read.map_err(|error| cannot(&error))?;
+    let content = read.ok_or_else(|| cannot(&"there is no such file"))?;
+    if content.len() > USER_DATA_LEN_MAX {
+        return Err(format!(
+            "{path_shown}, the `user_data_file`, has more than {USER_DATA_LEN_MAX} bytes: have it fetch the rest, as with `#include`"
+        ));
     }
+    String::from_utf8(content).map_err(|_| cannot(&"it is no text in UTF-8"))
 }
 
 fn read_spec(file: &Path) -> Result<VmSpec, Failure> {
@@ -301,23 +296,35 @@ fn told(done: Result<Done, ClientError>, output: &Output) -> CommandResult {
 }
 
 fn made(view: Result<VmView, ClientError>, output: &Output, what: &str) -> CommandResult {
-    output.show(&view.map_err(failure)?, |output, view| {
+    let mut view = view.map_err(failure)?;
+    hide_user_data(&mut view.spec);
+    output.show(&view, |output, view| {
         let name = &view.spec.name;
         output.line(format!("VM '{name}' is {what} {name}'"));
     });
     Ok(())
 }
 
+/// Leaves how long it is. Who wants to see the text asks for that VM alone: answers to other commands are kept in logs of scripts.
+fn hide_user_data(spec: &mut VmSpec) {
+    let told = spec.cloud_init.as_mut();
+    if let Some(text) = told.and_then(|told| told.user_data.as_mut()) {
+        *text = format!("{} bytes", text.len());
+    }
+}
+
 async fn list(global: &Global, output: &Output) -> CommandResult {
     match reader(global).await? {
         Reader::Controller(client) => {
             let alarms = site::alarms(&client, output).await;
-            let vms = client.vms().await.map_err(failure)?;
+            let mut vms = client.vms().await.map_err(failure)?;
+            vms.iter_mut().for_each(|vm| hide_user_data(&mut vm.spec));
             output.show(&vms, |output, vms| output.vms(vms));
             return alarms;
         }
         Reader::Agent(client) => {
-            let vms = client.vms().await.map_err(failure)?;
+            let mut vms = client.vms().await.map_err(failure)?;
+            vms.iter_mut().for_each(|vm| hide_user_data(&mut vm.spec));
             tell_own(global, output);
             output.show(&vms, |output, vms| output.host_vms(vms));
         }
@@ -401,5 +408,50 @@ fn checked(report: &PreflightReport, output: &Output) -> CommandResult {
         (true, true) => Ok(()),
         (true, false) => Err(Failure::told(CANNOT_KEEP)),
         (false, _) => Err(Failure::told(REFUSED)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(user_data_file: &str) -> String {
+        format!(
+            "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"\n[cloud_init]\nuser_data_file = \"{user_data_file}\"\n"
+        )
+    }
+
+    #[test]
+    fn a_list_of_vms_says_how_long_user_data_is_and_not_what() {
+        let read = |_: &str| Ok("#!secret".to_owned());
+        let mut spec = VmSpec::from_toml_with(&told("web.sh"), read).unwrap();
+        hide_user_data(&mut spec);
+        let shown = serde_json::to_string(&spec).unwrap();
+        assert!(shown.contains("8 bytes"), "{shown}");
+        assert!(!shown.contains("secret"), "{shown}");
+    }
+
+    /// The command waited for ever for who would write into a pipe.
+    #[test]
+    fn a_user_data_file_that_is_no_file_is_refused_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("pipe"), 0o600.into()).unwrap();
+        std::fs::write(at("long"), "#".repeat(USER_DATA_LEN_MAX + 1)).unwrap();
+        std::fs::write(at("bytes"), b"#!\xff").unwrap();
+        std::fs::write(at("web.sh"), "#!/bin/sh\n").unwrap();
+        for (name, why) in [
+            ("pipe", "it is a named pipe, not a file"),
+            ("none", "there is no such file"),
+            ("long", "has more than 16384 bytes"),
+            ("bytes", "it is no text in UTF-8"),
+        ] {
+            std::fs::write(at("web.toml"), told(name)).unwrap();
+            let refused = read_spec(&at("web.toml")).unwrap_err().error.message;
+            assert!(refused.contains(why), "{refused}");
+        }
+        std::fs::write(at("web.toml"), told("web.sh")).unwrap();
+        let user_data = read_spec(&at("web.toml")).unwrap().cloud_init.unwrap();
+        assert_eq!(user_data.user_data.as_deref(), Some("#!/bin/sh\n"));
     }
 }

@@ -349,7 +349,8 @@ impl Changes {
         is(&self.0.awaits) && !is(&self.0.is_slow)
     }
 
-    fn is_silent(&self) -> bool {
+    /// Whether the destination does not answer what was given.
+    pub fn is_silent(&self) -> bool {
         let shared = &self.0;
         let since = |at: &AtomicU64| shared.now_ms().saturating_sub(at.load(Ordering::Relaxed));
         let is_silent = since(&shared.heard_ms) > shared.silent_ms.load(Ordering::Relaxed);

@@ -39,8 +39,9 @@ pub(super) fn section(page: &mut Page, report: &Report, migration: &Migration) {
 }
 
 /// Names of the parts in the order in which they happen.
-const PARTS: [(&str, &str); 6] = [
+const PARTS: [(&str, &str); 7] = [
     ("stop_ms", "stop"),
+    ("last_blocks_ms", "last blocks of disks"),
     ("last_pages_ms", "last pages"),
     ("device_save_ms", "save device state"),
     ("device_load_ms", "load device state"),

@@ -233,10 +233,16 @@ fn check_key(key: &str) -> Result<(), String> {
         let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '/' | '=');
         blob.len() >= 16 && blob.chars().all(allowed)
     };
-    match is_kind && words.next().is_some_and(is_blob) && !key.contains(char::is_control) {
+    match is_kind && words.next().is_some_and(is_blob) && !key.contains(is_no_yaml) {
         true => Ok(()),
         false => Err("is no public key: give one line as in authorized_keys, such as \"ssh-ed25519 AAAA... eve\"".into()),
     }
+}
+
+/// Whether readers of YAML refuse a document with this character, or take it for the end of a line: the guest would be told nothing at all.
+fn is_no_yaml(character: char) -> bool {
+    let is_apart = matches!(character, '\u{2028}' | '\u{2029}' | '\u{fffe}' | '\u{ffff}');
+    is_apart || character.is_control()
 }
 
 /// Whether others could look it up: letters, digits and inner hyphens, with dots between.

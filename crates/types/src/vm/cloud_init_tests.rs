@@ -113,6 +113,16 @@ fn what_cloud_init_would_pass_over_or_no_host_should_keep_is_refused() {
     }
 }
 
+/// cloud-init refused the whole document, and the guest had neither name nor keys.
+#[test]
+fn a_key_with_what_yaml_cannot_hold_is_refused() {
+    for character in ["2028", "2029", "FFFE", "FFFF", "0085"] {
+        let refused = refusal(&format!("ssh_keys = [\"{KEY}\\u{character}\"]\n"));
+        assert!(refused.contains("no public key"), "{character}: {refused}");
+    }
+    described(&format!("[cloud_init]\nssh_keys = [\"{KEY} \\u00e9\"]\n")).unwrap();
+}
+
 #[test]
 fn a_file_of_user_data_is_read_where_the_command_is_given() {
     let text = format!("{WEB}[cloud_init]\nuser_data_file = \"web.yaml\"\n");

@@ -429,10 +429,10 @@ impl Served {
             },
             |bound| self.switch(going, (mirror, bound), &mut image),
         );
+        self.note_iterations(going, mirror);
         let switched = switched?.ok_or(NOT_KEPT_UP)?;
         // A disk that was held for its last blocks was so before it stood still, too.
         let switched = switched.max(mirror.second.course().closed_for());
-        self.note_iterations(going, mirror);
         if let Err(why) = self.take_once_more(going.index) {
             let disk = &going.spec.name;
             tracing::warn!(

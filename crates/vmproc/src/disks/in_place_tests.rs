@@ -218,6 +218,41 @@ fn fails_after_it_was_written_down(method: Method) {
 }
 
 #[test]
+fn a_move_is_called_off_while_its_new_image_hangs_before_the_disk_is_closed() {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let there = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (before, place) = image_and_place(directory.path());
+    let place = DiskPlace {
+        path: there.path().join("new.raw").to_str().unwrap().to_owned(),
+        method: Method::DirtyTracking,
+        ..place
+    };
+    apart(|mounts| {
+        let storage = Volume::mount_direct(mounts.as_fd(), there.path()).unwrap();
+        let disks = served_with(&site, &before);
+        let (served, what) = (&disks.0, disks.0.what());
+        let mut going = going_to(&place, &what);
+        let (mirror, _image) = went(served.make_equal(&mut going));
+        let (going, mirror) = (&going, &mirror);
+        std::thread::scope(move |scope| {
+            // Ends here whatever becomes of the test, so that nobody waits for it.
+            let storage = storage;
+            storage.change(|volume| volume.hangs = true);
+            let closes = scope.spawn(move || served.wait_until_closed(going, mirror));
+            storage.wait_held(1, LONG).unwrap();
+            served.moves.is_cancelled.store(true, Ordering::SeqCst);
+            until(|| closes.is_finished());
+            let closed = closes.join().unwrap();
+            assert!(matches!(closed, Err(Stopped::Cancelled)));
+            let held = mirror.second.course().closed_for();
+            assert_eq!(held, Duration::ZERO);
+            storage.change(|volume| volume.hangs = false);
+        });
+        disks.end();
+    });
+}
+
+#[test]
 fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fails() {
     let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
     let (before, place) = image_and_place(directory.path());

@@ -7,15 +7,16 @@
 use super::images::{give_names, keep_names};
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
+use super::together::LastOfAll;
 use super::tracked::filter_for;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, WaitTimes};
-use godwit_blockio::{Arriving, Filter};
+use godwit_blockio::{Arriving, Filter, NO_NEARER};
 use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
-use godwit_tracking::{Decision, LAST_COPY_MAX_S};
+use godwit_tracking::{Decision, last_copy_limit_s};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::Method;
 use godwit_types::migration::MigrationSpec;
@@ -348,11 +349,28 @@ impl SourceDisks {
         if !self.are_tracked() {
             return self.are_synchronised();
         }
+        // What a disk had before is not to be made durable while the guest stands still.
+        let are_flushed = self.disks.iter().all(|disk| disk.course.is_flushed());
+        are_flushed && self.last_blocks().is_some_and(|last| last.are_few())
+    }
+
+    /// The last blocks of all disks whose writes are tracked; nothing before the guest could be held for each of them.
+    pub(super) fn last_blocks(&self) -> Option<LastOfAll> {
         let mut disks = self.disks.iter();
         let may_end = disks.all(|disk| disk.course.decision() == Some(Decision::Finish));
         // They share the link.
         let waits = self.disks.iter().map(|disk| disk.course.would_wait_s());
-        may_end && waits.sum::<f64>() <= LAST_COPY_MAX_S
+        (self.are_tracked() && may_end).then(|| LastOfAll {
+            wait_s: waits.sum(),
+            limit_s: self.last_copy_limit_s(),
+            is_silent: self.changes.is_silent(),
+        })
+    }
+
+    /// For how long the guest may stand still for the last blocks when it is stopped next, s.
+    pub(crate) fn last_copy_limit_s(&self) -> f64 {
+        let held = self.disks.iter().map(|disk| disk.course.closed_for());
+        last_copy_limit_s(held.max().unwrap_or_default().as_secs_f64())
     }
 
     /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
@@ -365,13 +383,35 @@ impl SourceDisks {
         self.disks.iter().for_each(|disk| disk.course.open());
     }
 
-    /// What becomes less as long as anything is copied.
-    pub(crate) fn not_copied(&self) -> u64 {
-        let copied = self.disks.iter().map(|disk| disk.course.copied_bytes());
-        match self.are_tracked() {
-            true => u64::MAX - copied.sum::<u64>(),
-            false => self.left_bytes(),
+    /// What becomes less as long as anything is copied: of each disk whose writes are tracked, nothing where nothing is waited for; of
+    /// mirrored ones together.
+    pub(super) fn not_copied(&self) -> Vec<Option<u64>> {
+        if !self.are_tracked() {
+            return vec![Some(self.left_bytes())];
         }
+        let of = |disk: &Along| {
+            let course = &disk.course;
+            let is_waited_for = course.left_bytes() > 0 || !course.is_flushed();
+            is_waited_for.then(|| u64::MAX - course.copied_bytes())
+        };
+        self.disks.iter().map(of).collect()
+    }
+
+    /// Why what is at this place of [`Self::not_copied`] is given up.
+    pub(super) fn stalled(&self, place: usize) -> String {
+        let one = self.disks.get(place).filter(|_| self.are_tracked());
+        let (what, left) = match one {
+            Some(disk) => (
+                format!("disk '{}' gets", disk.spec.name),
+                disk.course.left_bytes(),
+            ),
+            None => ("its disks get".to_owned(), self.left_bytes()),
+        };
+        format!(
+            "{what} no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
+            left >> 20,
+            NO_NEARER.as_secs()
+        )
     }
 
     /// Whether so little is under way that the guest can be stopped for it.

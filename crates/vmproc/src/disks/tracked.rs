@@ -4,9 +4,11 @@
 //! requests stay in its ring until all that is marked is copied and the disk goes on with its second image, which is done as with a mirror
 //! ([`super::switching`]). Until then the first image alone is the disk, so that whatever goes wrong opens it again and nothing is lost.
 //!
-//! Part of a move ([`super::in_place`]). Owns nothing. Refuses: to hold a guest for longer than its limit, in all attempts together.
+//! Part of a move ([`super::in_place`]). Owns nothing. Refuses: to hold a guest for longer than its limit, in all attempts together, as far as
+//! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
 use super::in_place::{LOOK_EVERY, limit};
+use super::moving::begin;
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
 use crate::faults::reached;
@@ -14,6 +16,7 @@ use godwit_blockio::filters::{Course, DirtyTracking, Mirroring, Outlet};
 use godwit_blockio::{Closed, Filter, LastBlocks};
 use godwit_tracking::{Iteration, Options};
 use godwit_types::disk_move::{DiskIteration, Method, Optimisation};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether a disk that is closed has nothing left to be copied.
@@ -48,8 +51,10 @@ impl Served {
         let mut last = LastBlocks::of(&mirror.second);
         loop {
             self.must_go_on(going, mirror)?;
+            let are_few = last.are_few(Instant::now());
+            // What the last iteration came to is told also where it is given up for that.
             self.note_progress(going, mirror);
-            if last.are_few(Instant::now())? {
+            if are_few? {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
@@ -65,10 +70,11 @@ impl Served {
     ) -> Result<(), Stopped> {
         loop {
             self.wait_until_few_are_left(going, mirror)?;
-            // What was copied until now is not to be made durable while the guest waits.
-            mirror.second.sync()?;
+            self.sync_before_closing(going, mirror)?;
             let mut last = LastBlocks::of(&mirror.second);
-            last.close(Instant::now())?;
+            if !last.close(Instant::now())? {
+                continue;
+            }
             reached("disk-move.closing");
             let closed = loop {
                 self.must_go_on(going, mirror)?;
@@ -86,6 +92,24 @@ impl Served {
                 disk,
                 "its last blocks were not copied in time: its guest works on, and it is tried again"
             );
+        }
+    }
+
+    /// What was copied until now is not to be made durable while the guest waits. Whoever calls the move off is heard meanwhile.
+    fn sync_before_closing(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
+        let second = mirror.second.clone();
+        let synced = begin("disk-sync", move || second.sync())?;
+        loop {
+            match synced.recv_timeout(LOOK_EVERY) {
+                Ok(synced) => {
+                    synced?;
+                    return Ok(());
+                }
+                Err(RecvTimeoutError::Timeout) => self.must_go_on(going, mirror)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err("its new image could not be made durable".into());
+                }
+            }
         }
     }
 

@@ -3,13 +3,12 @@
 //! Works on the driver's state. Refuses: a switchover while the two hosts' images may be unlike.
 
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
-use crate::disks::SourceDisks;
+use crate::disks::{SourceDisks, Together};
 use crate::faults::{planted, reached};
 use godwit_blockio::filters::Bottleneck;
-use godwit_blockio::{NO_NEARER, Nearer};
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
-use godwit_tracking::LAST_COPY_MAX_S;
+use godwit_tracking::DOWNTIME_MAX_S;
 use godwit_types::migration::{LimitedBy, MigrationReport, Phase};
 use std::time::{Duration, Instant};
 
@@ -67,7 +66,7 @@ impl SourceDriver {
         }
         let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
         self.parts.report.update(update);
-        let (mut begun, mut nearer) = (None, Nearer::default());
+        let (mut begun, mut together) = (None, Together::default());
         loop {
             self.next(Some(set), LOOK_EVERY)?;
             self.sign_of_life(set, PING_EVERY)?;
@@ -80,7 +79,7 @@ impl SourceDriver {
             }
             // What is left is looked at last: of disks that are equal nothing is.
             let synchronised = disks.are_ready() || planted(UNSYNCHRONISED);
-            let (left, not_copied) = (disks.left_bytes(), disks.not_copied());
+            let left = disks.left_bytes();
             // Holes are known to the disks' threads by now.
             let writing = disks.changes.writing();
             let began = *begun.get_or_insert_with(|| Began {
@@ -95,15 +94,10 @@ impl SourceDriver {
             if synchronised {
                 disks.note_read();
             }
+            let of_use = together.must_be_of_use(Instant::now(), disks);
             self.show_disks(began, left, limit);
             self.show_sent(set);
-            if !nearer.observe(Instant::now(), not_copied) {
-                return Err(Halt::Failed(format!(
-                    "its disks get no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
-                    left >> 20,
-                    NO_NEARER.as_secs()
-                )));
-            }
+            of_use.map_err(Halt::Failed)?;
             if synchronised {
                 reached("source.disks-copied");
                 return Ok(());
@@ -135,21 +129,21 @@ impl SourceDriver {
         disks.is_none_or(|disks| disks.are_close() || planted(UNSYNCHRONISED))
     }
 
-    /// The guest stands still: nothing more comes of its disks, all of which must be the same on both hosts.
-    pub(super) fn last_changes(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
-        if self
-            .parts
-            .disks
-            .as_ref()
-            .is_some_and(SourceDisks::are_tracked)
-        {
-            return self.last_blocks(set);
-        }
-        self.end_changes(set)
+    /// The guest stands still: nothing more comes of its disks, all of which must be the same on both hosts. Returns how long it stood still for
+    /// blocks that were still to be copied.
+    pub(super) fn last_changes(&mut self, set: &mut ConnectionSet) -> Result<Duration, Halt> {
+        let disks = self.parts.disks.as_ref();
+        let tracked = disks.filter(|disks| disks.are_tracked());
+        let Some(limit_s) = tracked.map(SourceDisks::last_copy_limit_s) else {
+            return self.end_changes(set).map(|()| Duration::ZERO);
+        };
+        let began = Instant::now();
+        self.last_blocks(set, limit_s)?;
+        Ok(began.elapsed())
     }
 
     /// Whatever comes of it, a guest that goes on here does not find its disks closed; of one that stands still nothing comes.
-    fn last_blocks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+    fn last_blocks(&mut self, set: &mut ConnectionSet, limit_s: f64) -> Result<(), Halt> {
         let close = |closes: bool, this: &Self| match (&this.parts.disks, closes) {
             (Some(disks), true) => disks.close(),
             (Some(disks), false) => disks.open(),
@@ -157,14 +151,14 @@ impl SourceDriver {
         };
         close(true, self);
         let ended = self
-            .copy_last_blocks(set)
+            .copy_last_blocks(set, limit_s)
             .and_then(|()| self.end_changes(set));
         close(false, self);
         ended
     }
 
-    fn copy_last_blocks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
-        let until = Instant::now() + Duration::from_secs_f64(LAST_COPY_MAX_S);
+    fn copy_last_blocks(&mut self, set: &mut ConnectionSet, limit_s: f64) -> Result<(), Halt> {
+        let until = Instant::now() + Duration::from_secs_f64(limit_s);
         reached("source.disks-closed");
         loop {
             let Some(disks) = &self.parts.disks else {
@@ -178,7 +172,7 @@ impl SourceDriver {
             }
             if Instant::now() >= until {
                 return Err(Halt::Failed(format!(
-                    "the last blocks of its disks were not copied within {LAST_COPY_MAX_S} s, for which a guest may stand still: the mirror, which is the default method, moves such disks"
+                    "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
                 )));
             }
             self.next(Some(set), CLOSED_LOOK_EVERY)?;

@@ -112,7 +112,7 @@ impl SourceDriver {
         let began = Instant::now();
         self.parts.ram.check_length().map_err(Halt::failed)?;
         set.control.send(&ToDestination::Stopped).map_err(halt_of)?;
-        self.last_changes(set)?;
+        let for_blocks = self.last_changes(set)?;
         let cards = self.parts.neighbours.read();
         set.control
             .send(&ToDestination::Addresses { cards })
@@ -135,10 +135,12 @@ impl SourceDriver {
         self.close_iteration(set, &mut iteration, pass_began);
         set.close_data();
         self.book(set, &iteration, 0);
-        let ms = began.elapsed().as_secs_f64() * 1e3;
-        self.parts
-            .report
-            .update(|report| report.switchover_parts_ms.last_pages_ms = ms);
+        let for_pages = began.elapsed().saturating_sub(for_blocks);
+        self.parts.report.update(|report| {
+            let parts = &mut report.switchover_parts_ms;
+            parts.last_blocks_ms = for_blocks.as_secs_f64() * 1e3;
+            parts.last_pages_ms = for_pages.as_secs_f64() * 1e3;
+        });
         reached("source.last-pages");
         self.tell(News::Core(Event::LastPagesApplied { attempt }));
         Ok(())

@@ -4,7 +4,7 @@
 
 use super::controller;
 use crate::args::Global;
-use crate::exit::{CommandResult, FAILED, Failure};
+use crate::exit::{CommandResult, FAILED, Failure, NOT_FOUND};
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -33,7 +33,7 @@ pub(super) async fn and_wait(
     told(&last, within, "is off", output)
 }
 
-/// Has the guest asked to power off; one that does not in its time is powered off if that is wanted.
+/// Has the guest asked to power off; one that does not in its time, or cannot be asked, is powered off if that is wanted.
 pub(super) async fn ask_first(
     vm: &VmName,
     force: bool,
@@ -42,22 +42,35 @@ pub(super) async fn ask_first(
     output: &Output,
 ) -> CommandResult {
     let client = controller(global)?;
-    let last = stopped(&client, vm, false, within, output).await?;
-    if !force || last.state == VmState::Stopped {
-        return told(&last, within, "is off", output);
-    }
-    let seconds = within.as_secs();
+    let asked = stopped(&client, vm, false, within, output).await;
+    let Some(why) = why_force(&asked, within).filter(|_| force) else {
+        return told(&asked?, within, "is off", output);
+    };
     if !output.json {
-        plain::tell(&format!(
-            "VM '{vm}' is not off after {seconds} s: it is powered off"
-        ));
+        plain::tell(&format!("VM '{vm}': {why}; it is powered off"));
     }
     let last = stopped(&client, vm, true, FORCED_WITHIN, output).await?;
-    let how = format!("is off: its guest did not obey within {seconds} s, and was powered off");
+    let how = format!("is off: {why}, and was powered off");
     told(&last, FORCED_WITHIN, &how, output)
 }
 
-/// The VM once it is off, or when the time was over.
+/// Why force is left of what came of asking; none where the VM is off, or is none that this person may stop.
+fn why_force(asked: &Result<VmView, Failure>, within: Duration) -> Option<String> {
+    match asked {
+        Ok(last) if last.state == VmState::Stopped => None,
+        Ok(_) => Some(format!(
+            "its guest did not obey within {} s",
+            within.as_secs()
+        )),
+        Err(why) if why.exit == NOT_FOUND || why.error.code == ErrorCode::NotAllowed => None,
+        Err(why) => Some(format!(
+            "its guest was not heard to obey ({})",
+            why.error.message
+        )),
+    }
+}
+
+/// The VM once it is off, or when the time was over. A guest that is asked is asked again at half of that.
 async fn stopped(
     client: &ControllerClient,
     vm: &VmName,
@@ -73,7 +86,30 @@ async fn stopped(
         plain::tell(&format!("{asked}; waiting (Ctrl-C stops waiting)"));
     }
     let look = async || client.vm(vm).await;
-    until_off(look, began + within).await.map_err(failure)
+    if force {
+        return until_off(look, began + within).await.map_err(failure);
+    }
+    // What this answers is of no use: the VM is looked at.
+    let ask_again = async || drop(client.stop(vm, &request).await);
+    let last = off_or_asked_again(look, ask_again, began, within).await;
+    last.map_err(failure)
+}
+
+/// As [`until_off`], and asks once more when half of the time is over: an agent that did nothing is passed over then, and the power key pressed.
+async fn off_or_asked_again(
+    mut look: impl AsyncFnMut() -> Result<VmView, ClientError>,
+    ask_again: impl AsyncFnOnce(),
+    began: Instant,
+    within: Duration,
+) -> Result<VmView, ClientError> {
+    match until_off(&mut look, began + within / 2).await {
+        Ok(view) if view.state == VmState::Stopped => return Ok(view),
+        Err(error @ ClientError::Refused(_)) => return Err(error),
+        Ok(_) | Err(_) => {}
+    }
+    let left = (began + within).saturating_duration_since(Instant::now());
+    let _ = tokio::time::timeout(left, ask_again()).await;
+    until_off(look, began + within).await
 }
 
 fn told(last: &VmView, within: Duration, how: &str, output: &Output) -> CommandResult {
@@ -128,6 +164,7 @@ fn still_on(view: &VmView, within: Duration) -> Failure {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::cell::Cell;
 
     fn view(state: VmState, note: Option<&str>) -> VmView {
         let spec = json!({
@@ -178,5 +215,47 @@ mod tests {
             "{message}"
         );
         assert!(until_off(async || Err(away()), over).await.is_err());
+    }
+
+    /// An agent that took the question and did nothing was never passed over.
+    #[tokio::test]
+    async fn a_guest_that_does_not_obey_is_asked_again_when_half_of_its_time_is_over() {
+        let times = Cell::new(0);
+        let look = async || {
+            Ok(view(
+                match times.get() {
+                    0 => VmState::Running,
+                    _ => VmState::Stopped,
+                },
+                None,
+            ))
+        };
+        let ask_again = async || times.set(times.get() + 1);
+        let (began, within) = (Instant::now(), Duration::from_secs(1));
+        let last = off_or_asked_again(look, ask_again, began, within).await;
+        assert_eq!(last.unwrap().state, VmState::Stopped);
+        assert_eq!(times.get(), 1);
+        assert!(began.elapsed() >= within / 2);
+    }
+
+    /// A monitor that did not answer the first question kept the VM on for good.
+    #[test]
+    fn force_is_left_of_a_stop_that_failed_and_of_none_that_is_not_allowed() {
+        let within = Duration::from_secs(60);
+        let failed = |code| Err(Failure::new(code, "it is mute"));
+        let why = |asked| why_force(&asked, within);
+        assert_eq!(why(Ok(view(VmState::Stopped, None))), None);
+        let slow = why(Ok(view(VmState::Running, None))).unwrap();
+        assert_eq!(slow, "its guest did not obey within 60 s");
+        for code in [
+            ErrorCode::Hypervisor,
+            ErrorCode::HostUnreachable,
+            ErrorCode::DeadlineMissed,
+        ] {
+            assert!(why(failed(code)).unwrap().contains("it is mute"));
+        }
+        for code in [ErrorCode::UnknownVm, ErrorCode::NotAllowed] {
+            assert_eq!(why(failed(code)), None);
+        }
     }
 }

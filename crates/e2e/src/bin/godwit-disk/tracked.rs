@@ -33,8 +33,10 @@ impl Mirror<'_> {
             self.wait_until_few_are_left(told)?;
             self.second.sync()?;
             let mut last = LastBlocks::of(&self.second);
+            if !last.close(Instant::now()).map_err(Error::msg)? {
+                continue;
+            }
             say(&json!({"event": "switching"}));
-            last.close(Instant::now()).map_err(Error::msg)?;
             let closed = loop {
                 match last.look_closed(Instant::now()).map_err(Error::msg)? {
                     Closed::NotYet => std::thread::sleep(CLOSED_LOOK_EVERY),
