@@ -144,10 +144,8 @@ mod tests {
         file.as_file().set_len(1 << 20).unwrap();
         let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
         let second = SecondImage::of(&image, None, &Course::default()).unwrap();
-        let course = second.course();
-        course.close();
-        std::thread::sleep(Duration::from_millis(2200));
-        course.open();
+        let before = Duration::from_millis(2200);
+        second.course().has_been_closed_for(before);
         let (mut last, now) = (LastBlocks::of(&second), Instant::now());
         assert_eq!(last.close(now), Ok(true));
         let (soon, late) = (Duration::from_secs(2), Duration::from_millis(2800));

@@ -40,7 +40,19 @@ struct Case<'a> {
     may_be: MayBe,
 }
 
-impl Case<'_> {
+impl<'a> Case<'a> {
+    /// A base and an empty delta, made there, that nobody has written to.
+    fn new(at: &'a Path, map: &'a Path) -> Self {
+        let base = prepare(at);
+        Self {
+            at,
+            map,
+            boot: 1,
+            may_be: MayBe(base.iter().map(|value| BTreeSet::from([*value])).collect()),
+            now: base,
+        }
+    }
+
     fn open(&self) -> Stack<Engine> {
         let base = Image::open(&self.at.join("base.raw"), Access::ReadOnly, 512).unwrap();
         let opening = Opening {
@@ -188,14 +200,8 @@ fn what_was_flushed_survives_a_power_cut_and_nothing_else_is_made_up() {
     testvol::apart_or_skipped(|inside| {
         for seed in 0..40 {
             let mut volume = Volume::mount_direct(inside.as_fd(), directory.path()).unwrap();
-            let base = prepare(directory.path());
-            let mut case = Case {
-                at: directory.path(),
-                map: &run.path().join("states"),
-                boot: 1,
-                may_be: MayBe(base.iter().map(|value| BTreeSet::from([*value])).collect()),
-                now: base,
-            };
+            let map = run.path().join("states");
+            let mut case = Case::new(directory.path(), &map);
             let mut number = numbers(seed);
             // Made durably: it is there after a cut before anything was written.
             volume.cut(Survives::Nothing);
@@ -229,14 +235,8 @@ fn what_finds_no_room_fails_so_that_it_can_be_tried_again_and_changes_nothing() 
     );
     testvol::apart_or_skipped(|inside| {
         let mut volume = Volume::mount_direct(inside.as_fd(), directory.path()).unwrap();
-        let base = prepare(directory.path());
-        let mut case = Case {
-            at: directory.path(),
-            map: &run.path().join("states"),
-            boot: 1,
-            may_be: MayBe(base.iter().map(|value| BTreeSet::from([*value])).collect()),
-            now: base,
-        };
+        let map = run.path().join("states");
+        let mut case = Case::new(directory.path(), &map);
         let mut stack = case.open();
         let one = |stack: &mut Stack<Engine>, work: Work, fill: u8| {
             let request = match work {

@@ -4,8 +4,8 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{
-    LONG, LOOK_EVERY, Site, begin_move, copy_all, dies_at, does_at, has_died, is_described,
-    move_ended, places,
+    LONG, LOOK_EVERY, Site, another, begin_move, copy_all, dies_at, does_at, has_died,
+    is_described, move_ended, places,
 };
 use godwit_e2e::pair::Options;
 use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace, Method};
@@ -14,17 +14,6 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// A place for the disk beside the one that it has, where QEMU's user may make files.
-fn another(site: &Site, name: &str) -> Result<PathBuf> {
-    let above = site.path.parent().and_then(|images| images.parent());
-    let directory = above.context("a directory")?.join(name);
-    if !directory.exists() {
-        std::fs::create_dir(&directory)?;
-        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
-    }
-    Ok(directory.join("web-root.raw"))
-}
 
 fn begin(site: &Site, to: &Path) -> Result<DiskMoves> {
     begin_move(site, to, None)

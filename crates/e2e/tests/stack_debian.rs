@@ -2,7 +2,8 @@
 //! moves with its disk between hosts that share nothing, loses its VM process and its power, and keeps what it acknowledged.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{HostPlan, Plan, SOON, Stack};
+use godwit_e2e::stack::disks::{store, with_stores};
+use godwit_e2e::stack::{SOON, Stack};
 use godwit_testkit::guest::debian::{self, ADDRESS, Images, Shell};
 use godwit_testkit::load::commits::{self, Committer};
 use serde_json::Value;
@@ -25,30 +26,9 @@ const DATA_MIB: u32 = 30;
 /// Commits that show that the guest goes on.
 const MORE: u64 = 20;
 
-/// The datastore of a host; what both have in common is its name.
-fn store(host: &str) -> String {
-    format!("/var/tmp/vms-of-{host}")
-}
-
 /// Both hosts, and the VM described.
 fn bring_up(image: &Path) -> Result<Stack> {
-    let host = |name: &str| HostPlan {
-        config: format!(
-            "datastores = {{ vms = {{ path = \"{}\" }} }}\n",
-            store(name)
-        ),
-        ..HostPlan::default()
-    };
-    let stack = Stack::new(
-        "debian",
-        &Plan {
-            hosts: [host("a"), host("b")],
-            ..Plan::default()
-        },
-    )?;
-    for host in ["a", "b"] {
-        stack.make_directory(host, &store(host))?;
-    }
+    let stack = with_stores("debian")?;
     let text = format!(
         "name = \"{VM}\"\nvcpus = 1\nmemory_mib = 512\n[[disk]]\nname = \"root\"\npath = \"{}/{DISK}\"\nfrom = \"{}\"\n[[nic]]\nport_group = \"vm\"\n",
         store("a"),

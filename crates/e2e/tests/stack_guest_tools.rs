@@ -2,7 +2,8 @@
 //! beside its disk is whole. All of it goes along when the VM moves. The guest is a Debian with cloud-init and qemu-guest-agent.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{HostPlan, Plan, SOON, Stack, names};
+use godwit_e2e::stack::disks::{store, with_stores};
+use godwit_e2e::stack::{SOON, Stack, names};
 use godwit_testkit::guest::debian::{self, Images, Shell};
 use std::path::Path;
 use std::time::Duration;
@@ -18,29 +19,10 @@ const ISO_DIR: &str = "/var/tmp/iso";
 const ISO_BYTES: usize = 3 * 2048 + (1 << 20);
 const USER_DATA: &str = "#cloud-config\nruncmd:\n  - echo told >> /root/told\n";
 
-fn store(host: &str) -> String {
-    format!("/var/tmp/vms-of-{host}")
-}
-
 fn bring_up(image: &Path) -> Result<Stack> {
-    let host = |name: &str| HostPlan {
-        config: format!(
-            "datastores = {{ vms = {{ path = \"{}\" }} }}\n",
-            store(name)
-        ),
-        ..HostPlan::default()
-    };
-    let hosts = [host("a"), host("b")];
-    let stack = Stack::new(
-        "guest-tools",
-        &Plan {
-            hosts,
-            ..Plan::default()
-        },
-    )?;
+    let stack = with_stores("guest-tools")?;
     let iso: Vec<u8> = (0..ISO_BYTES).map(|at| (at / 7 % 251) as u8).collect();
     for host in ["a", "b"] {
-        stack.make_directory(host, &store(host))?;
         stack.make_directory(host, ISO_DIR)?;
         std::fs::write(stack.inside(host, ISO_DIR)?.join("it.iso"), &iso)?;
     }

@@ -25,7 +25,7 @@ pub const CONSOLE_BYTES: usize = 64 << 10;
 /// The id of the socket behind the port of the guest's agent.
 pub const AGENT: &str = "agent0";
 /// The set of the seed's descriptor: those of disks and flash memory are below.
-const SEED_SET: u32 = 32;
+const SEED_SET: usize = 32;
 
 /// What executes the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -119,6 +119,12 @@ impl Course {
         self.0.tracked.would_wait(wait_s);
     }
 
+    /// As if it had been closed for so long.
+    #[cfg(test)]
+    pub(crate) fn has_been_closed_for(&self, time: Duration) {
+        lock(&self.0.tracked.state).closed_for = time;
+    }
+
     /// Whether a destination that may be the only one that is left one day has made durable what it was given before the guest could be held,
     /// or is waited for no longer. Another one need not. False before the guest could be held.
     pub fn is_flushed(&self) -> bool {

@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: a guest that says that its disk is wrong.
 
-use super::{LONG, SHARED, Stack};
+use super::{HostPlan, LONG, Plan, SHARED, Stack};
 use anyhow::{Result, ensure};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
@@ -42,6 +42,32 @@ pub fn describe(stack: &Stack, vm: &str, lines: &str) -> Result<String> {
 /// Lines for a disk at this path.
 pub fn disk(image: &str) -> String {
     format!("[[disk]]\nname = \"root\"\npath = \"{image}\"\n")
+}
+
+/// Where a host has its datastore `vms`, in a stack of [`with_stores`].
+pub fn store(host: &str) -> String {
+    format!("/var/tmp/vms-of-{host}")
+}
+
+/// Both hosts, each with a datastore of its own: what they have in common is its name.
+pub fn with_stores(name: &str) -> Result<Stack> {
+    let host = |name: &str| HostPlan {
+        config: format!(
+            "datastores = {{ vms = {{ path = \"{}\" }} }}\n",
+            store(name)
+        ),
+        ..HostPlan::default()
+    };
+    let hosts = [host("a"), host("b")];
+    let plan = Plan {
+        hosts,
+        ..Plan::default()
+    };
+    let stack = Stack::new(name, &plan)?;
+    for host in ["a", "b"] {
+        stack.make_directory(host, &store(host))?;
+    }
+    Ok(stack)
 }
 
 fn progress(stack: &Stack, vm: &str, host: &str) -> Result<Progress> {

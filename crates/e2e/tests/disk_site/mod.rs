@@ -226,6 +226,17 @@ impl Site {
     }
 }
 
+/// A place for the disk in a directory of this name beside its own, where QEMU's user may make files.
+pub fn another(site: &Site, name: &str) -> Result<PathBuf> {
+    let above = site.path.parent().and_then(|images| images.parent());
+    let directory = above.context("a directory")?.join(name);
+    if !directory.exists() {
+        std::fs::create_dir(&directory)?;
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+    }
+    Ok(directory.join("web-root.raw"))
+}
+
 /// The first disk is to come here.
 pub fn places(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<DiskPlace>> {
     Ok(vec![DiskPlace {

@@ -30,22 +30,7 @@ pub(super) fn virtio_disk(
     let BackEnd::Qemu { fd } = &disk.back_end else {
         return Err(no_such_disk(config, disk));
     };
-    let cache = json!({"direct": false, "no-flush": false});
-    let node = json!({
-        "driver": "raw",
-        "node-name": format!("image{index}"),
-        "read-only": read_only,
-        "cache": cache,
-        "file": {
-            "driver": "file",
-            "filename": format!("/dev/fdset/{index}"),
-            "aio": "threads",
-            "read-only": read_only,
-            "cache": cache,
-        },
-    });
-    line.pair("-add-fd", format!("fd={fd},set={index}"));
-    line.pair("-blockdev", node.to_string());
+    raw_node(line, &format!("image{index}"), (*fd, index), read_only);
     line.pair(
         "-device",
         format!("virtio-blk-pci,id=disk{index},drive=image{index},serial={name}"),
@@ -95,26 +80,31 @@ pub(super) fn agent_port(line: &mut Line, fd: i32) {
 /// Last of all devices, so that a VM that gets or loses it keeps the places of its others. QEMU reads it itself, with threads and
 /// through memory of its own, as the disks of hardware version 1.
 pub(super) fn seed(line: &mut Line, fd: i32) {
-    let cache = json!({"direct": false, "no-flush": false});
-    let node = json!({
-        "driver": "raw",
-        "node-name": "seed",
-        "read-only": true,
-        "cache": cache,
-        "file": {
-            "driver": "file",
-            "filename": format!("/dev/fdset/{SEED_SET}"),
-            "aio": "threads",
-            "read-only": true,
-            "cache": cache,
-        },
-    });
-    line.pair("-add-fd", format!("fd={fd},set={SEED_SET}"));
-    line.pair("-blockdev", node.to_string());
+    raw_node(line, "seed", (fd, SEED_SET), true);
     line.pair(
         "-device",
         "virtio-blk-pci,id=seed0,drive=seed,serial=cidata",
     );
+}
+
+/// An image that QEMU itself opens, by the number of the set that has its descriptor alone.
+fn raw_node(line: &mut Line, name: &str, (fd, set): (i32, usize), read_only: bool) {
+    let cache = json!({"direct": false, "no-flush": false});
+    let node = json!({
+        "driver": "raw",
+        "node-name": name,
+        "read-only": read_only,
+        "cache": cache,
+        "file": {
+            "driver": "file",
+            "filename": format!("/dev/fdset/{set}"),
+            "aio": "threads",
+            "read-only": read_only,
+            "cache": cache,
+        },
+    });
+    line.pair("-add-fd", format!("fd={fd},set={set}"));
+    line.pair("-blockdev", node.to_string());
 }
 
 fn no_such_disk(config: &MachineConfig, disk: &Disk) -> ConfigError {

@@ -502,21 +502,32 @@ impl Served {
         loop {
             self.must_go_on(going, mirror)?;
             let progress = approach.look(Instant::now())?;
-            self.note(&going.place.disk, |disk| {
-                (disk.total_bytes, disk.left_bytes) = (mirror.total, progress.left);
-                disk.eta_s = progress.eta_s.map(|seconds| seconds.ceil() as u64);
-                disk.seconds = Some(mirror.began.elapsed().as_secs_f64());
-                disk.limited_by = mirror.second.course().wait_times().bottleneck().map(limit);
-            });
+            self.note_left(going, mirror, progress.left, progress.eta_s);
             if progress.is_close {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
         }
     }
+
+    /// So many bytes are left of a disk, for so many seconds if that can be told.
+    pub(super) fn note_left(
+        &self,
+        going: &Going<'_>,
+        mirror: &Mirror,
+        left: u64,
+        eta_s: Option<f64>,
+    ) {
+        self.note(&going.place.disk, |disk| {
+            (disk.total_bytes, disk.left_bytes) = (mirror.total, left);
+            disk.eta_s = eta_s.map(|seconds| seconds.ceil() as u64);
+            disk.seconds = Some(mirror.began.elapsed().as_secs_f64());
+            disk.limited_by = mirror.second.course().wait_times().bottleneck().map(limit);
+        });
+    }
 }
 
-pub(super) fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
+fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
     match bottleneck {
         Bottleneck::Reads => DiskMoveLimit::SourceDisk,
         Bottleneck::Writes => DiskMoveLimit::DestinationDisk,

@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing. Refuses: to hold a guest for longer than its limit, in all attempts together, as far as
 //! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
-use super::in_place::{LOOK_EVERY, limit};
+use super::in_place::LOOK_EVERY;
 use super::moving::begin;
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
@@ -117,13 +117,8 @@ impl Served {
         let course = mirror.second.course();
         let left = course.left_bytes() + mirror.second.under_way_bytes();
         let (seconds, copied) = (mirror.began.elapsed().as_secs_f64(), course.copied_bytes());
-        self.note(&going.place.disk, |disk| {
-            (disk.total_bytes, disk.left_bytes) = (mirror.total, left.min(mirror.total));
-            let eta_s = left as f64 * seconds / copied as f64;
-            disk.eta_s = (copied > 0).then_some(eta_s.ceil() as u64);
-            disk.seconds = Some(seconds);
-            disk.limited_by = course.wait_times().bottleneck().map(limit);
-        });
+        let eta_s = (copied > 0).then(|| left as f64 * seconds / copied as f64);
+        self.note_left(going, mirror, left.min(mirror.total), eta_s);
         self.note_iterations(going, mirror);
     }
 
