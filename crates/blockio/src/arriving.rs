@@ -17,6 +17,7 @@ use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::Errno;
 use rustix::ioctl::{Setter, ioctl, opcode};
 
+use crate::delta::{Delta, Filling};
 use crate::kept_room::KeptRoom;
 use crate::label::{self, Holds, Label};
 use crate::{Buffer, Error, Image};
@@ -38,7 +39,12 @@ pub struct Arriving {
     part: Option<String>,
     /// The description that carries the image's lock.
     file: File,
+    /// Of the disk,
     bytes: u64,
+    /// and how long the file is.
+    file_bytes: u64,
+    /// Where it is a delta, which is shorter than its file, and what it lies over.
+    over: Option<Filling>,
     memory_alignment: usize,
     kept_room: KeptRoom,
     state: Mutex<State>,
@@ -97,10 +103,10 @@ impl Arriving {
             ));
         }
         match own.len() {
-            length if length == self.bytes => Ok(()),
+            length if length == self.file_bytes => Ok(()),
             length => Err(format!(
                 "{name} has {length} bytes by now in place of {}: {who}",
-                self.bytes
+                self.file_bytes
             )),
         }
     }
@@ -142,12 +148,26 @@ impl Arriving {
             part: image.part().map(str::to_owned),
             file: file.into(),
             bytes: image.bytes(),
+            file_bytes: image.bytes(),
+            over: None,
             memory_alignment: image.alignment().memory as usize,
             kept_room: KeptRoom::default(),
             state: Mutex::default(),
             freed: Condvar::new(),
             syncs: Mutex::default(),
             synced: Condvar::new(),
+        })
+    }
+
+    /// Fills this delta, the top of a disk, over deltas, from the lowest to the highest, which lie over a raw image; all of these are whole, and stay
+    /// as they are.
+    pub fn over(top: &Delta, lower: &[Delta], raw: &Image) -> Result<Self, Error> {
+        let over = Filling::of(top, lower, raw)?;
+        Ok(Self {
+            bytes: over.disk_bytes(),
+            file_bytes: over.file_bytes(),
+            over: Some(over),
+            ..Self::of(top.image())?
         })
     }
 
@@ -219,12 +239,17 @@ impl Arriving {
         if range.end > self.bytes || range.start > range.end {
             return Err(self.beyond(range));
         }
+        // What fills a grain is read and written in one.
+        let held = match &self.over {
+            Some(_) => Filling::grains_of(range),
+            None => range.clone(),
+        };
         let mut state = self.lock();
         if below >= state.below.saturating_add(FORGET_EVERY) {
             state.below = below;
             state.newest.forget(below);
         }
-        while state.busy.iter().any(|busy| overlap(busy, range)) {
+        while state.busy.iter().any(|busy| overlap(busy, &held)) {
             let waited = self.freed.wait(state);
             state = waited.unwrap_or_else(PoisonError::into_inner);
         }
@@ -232,11 +257,11 @@ impl Arriving {
             return Err(self.unusable("the source has too many changes under way".to_owned()));
         }
         let wins = state.newest.admit(number, range.clone());
-        state.busy.push(range.clone());
+        state.busy.push(held.clone());
         drop(state);
         let done = wins.iter().try_for_each(work);
         let mut state = self.lock();
-        if let Some(at) = state.busy.iter().position(|busy| busy == range) {
+        if let Some(at) = state.busy.iter().position(|busy| *busy == held) {
             state.busy.swap_remove(at);
         }
         drop(state);
@@ -258,7 +283,10 @@ impl Arriving {
     /// Makes all that was carried out durable. Those who ask while a sync is under way have the next one done for all of them. The
     /// kernel tells of a failure once: every later sync fails, too, whoever has heard of it.
     pub fn sync(&self) -> Result<(), Error> {
-        self.sync_by(|file| fdatasync(file))
+        self.sync_by(|file| match &self.over {
+            Some(over) => over.settle(),
+            None => fdatasync(file),
+        })
     }
 
     fn sync_by(&self, sync: impl FnOnce(&File) -> Result<(), Errno>) -> Result<(), Error> {
@@ -301,6 +329,9 @@ impl Arriving {
     }
 
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
+        if let Some(over) = &self.over {
+            return over.write(&self.kept_room, at, content);
+        }
         let range = at..at.saturating_add(content.len() as u64);
         self.kept_room.take(&self.file, &range)?;
         let address = content.as_ptr() as usize;
@@ -313,6 +344,9 @@ impl Arriving {
     }
 
     fn zero(&self, range: &Range<u64>) -> io::Result<()> {
+        if let Some(over) = &self.over {
+            return over.zero(&self.kept_room, range);
+        }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         match fallocate(
             self.file.as_fd(),

@@ -53,9 +53,18 @@ impl SecondImage {
     /// Fills this image, whose lock is kept for as long as either lives, for a copying with this course. Blocks that the file system lets
     /// it share with `source`, the disk's image, are not copied.
     pub fn of(image: &Image, source: Option<File>, course: &Course) -> Result<Self, Error> {
+        Self::filled(Arriving::of(image)?, source, course)
+    }
+
+    /// The same of a delta, the top of a disk ([`Arriving::over`]).
+    pub fn over(image: Arriving, course: &Course) -> Result<Self, Error> {
+        Self::filled(image, None, course)
+    }
+
+    fn filled(image: Arriving, source: Option<File>, course: &Course) -> Result<Self, Error> {
         Ok(Self(Arc::new(Shared {
             bell: Bell::new()?,
-            image: Arriving::of(image)?,
+            image,
             source,
             refusals: AtomicU32::new(0),
             course: course.clone(),

@@ -28,15 +28,39 @@ pub struct NewDelta<'a> {
 
 /// Makes an empty delta: all of it is absent. Returns what one above it names as its parent, if its hint is the descriptor's name.
 pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
-    let failed = |action, path: &Path, source| Error::Image {
-        action,
-        path: path.to_owned(),
-        source,
-    };
-    let layout = Layout::of(new.bytes);
-    let layout = layout.map_err(|why| unusable(new.descriptor, &why.to_string()))?;
-    let (stem, extent) = extent_of(new.descriptor)?;
+    let (_, extent) = extent_of(new.descriptor)?;
     let path = new.descriptor.with_file_name(&extent);
+    // Nothing is made that could not be described.
+    described(new)?;
+    let fresh = with_suffix(&path, ".new");
+    let made = make_fresh(&fresh).map_err(|source| failed("create", &fresh, source))?;
+    lock_new(&made, &fresh, "creator")?;
+    let filled = fill(&made, &layout_of(&path, new.bytes)?, new.id);
+    filled.map_err(|source| failed("create", &fresh, source))?;
+    name(&made, &fresh, &path).map_err(|source| failed("create", &path, source))?;
+    describe_delta(new)
+}
+
+/// Has an empty file be the extent of an empty delta of a disk of so many bytes, durably.
+pub fn create_extent(file: &File, path: &Path, bytes: u64, id: Id) -> Result<(), Error> {
+    let filled = fill(file, &layout_of(path, bytes)?, id);
+    filled.map_err(|source| failed("create", path, source))
+}
+
+/// Writes the descriptor of a delta whose extent is there. Returns what one above it names as its parent, if its hint is the descriptor's name.
+pub fn describe_delta(new: &NewDelta<'_>) -> Result<Parent, Error> {
+    let (cid, text) = described(new)?;
+    write_new(new.descriptor, &text)?;
+    let (stem, _) = extent_of(new.descriptor)?;
+    Ok(Parent {
+        cid,
+        hint: format!("{stem}.vmdk"),
+    })
+}
+
+/// The number by which those above know it, and its descriptor.
+fn described(new: &NewDelta<'_>) -> Result<(u32, String), Error> {
+    let (_, extent) = extent_of(new.descriptor)?;
     let described = Descriptor {
         kind: Kind::Delta,
         cid: new.id.cid(),
@@ -46,17 +70,20 @@ pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
     };
     let text = described.encode();
     let text = text.map_err(|why| unusable(new.descriptor, &why.to_string()))?;
-    let fresh = with_suffix(&path, ".new");
-    let made = make_fresh(&fresh).map_err(|source| failed("create", &fresh, source))?;
-    lock_new(&made, &fresh, "creator")?;
-    let filled = fill(&made, &layout, new.id);
-    filled.map_err(|source| failed("create", &fresh, source))?;
-    name(&made, &fresh, &path).map_err(|source| failed("create", &path, source))?;
-    write_new(new.descriptor, &text)?;
-    Ok(Parent {
-        cid: described.cid,
-        hint: format!("{stem}.vmdk"),
-    })
+    Ok((described.cid, text))
+}
+
+fn layout_of(path: &Path, bytes: u64) -> Result<Layout, Error> {
+    let layout = Layout::of(bytes);
+    layout.map_err(|why| unusable(path, &why.to_string()))
+}
+
+fn failed(action: &'static str, path: &Path, source: io::Error) -> Error {
+    Error::Image {
+        action,
+        path: path.to_owned(),
+        source,
+    }
 }
 
 /// Writes a descriptor for a raw image, so that others can read deltas above it down to it. `text` names the file; the image

@@ -11,6 +11,7 @@
 //! descriptor's words only the name of the file beside it is used, and a hint never), and to guess: a delta that is open under
 //! this boot of the host without its map.
 
+mod filling;
 mod make;
 mod map;
 mod merge;
@@ -28,7 +29,8 @@ use godwit_delta::{
     table,
 };
 
-pub use make::{NewDelta, create, describe_base, describe_over};
+pub(crate) use filling::Filling;
+pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::Words;
 pub use merge::{Merged, Target, merge};
 use tables::Unread;

@@ -2,6 +2,7 @@
 //!
 //! Who owns the state: whoever has the delta's lock. Refuses: entries that are not ours.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
@@ -122,7 +123,26 @@ pub(super) fn settle(
     Ok(())
 }
 
-fn sync(image: &Image) -> io::Result<()> {
-    let synced = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()));
+/// The same of what was so when it was looked at, whoever writes meanwhile: what was looked at tells of nothing that was not written by then.
+pub(super) fn settle_said(
+    file: &File,
+    layout: &Layout,
+    said: &[(u64, godwit_delta::states::Words)],
+) -> io::Result<()> {
+    sync(file)?;
+    let mut buffer = Buffer::zeroed(BLOCK as usize);
+    for (block, words) in said {
+        let bytes = table::encode(*block, words);
+        buffer.bytes_mut().copy_from_slice(&bytes);
+        file.write_all_at(buffer.bytes(), layout.block_at(*block))?;
+    }
+    match said.is_empty() {
+        true => Ok(()),
+        false => sync(file),
+    }
+}
+
+fn sync(file: impl AsFd) -> io::Result<()> {
+    let synced = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(file.as_fd()));
     synced.map_err(io::Error::from)
 }

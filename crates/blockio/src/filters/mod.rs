@@ -15,7 +15,9 @@ mod overlaying;
 mod pace;
 mod pieces;
 mod statistics;
+mod still;
 mod throttle;
+mod top_only;
 mod tracked;
 mod tracking;
 mod waits;
@@ -28,7 +30,9 @@ pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub(crate) use overlaying::Overlaying;
 pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
+pub use still::Still;
 pub use throttle::{Limits, SharedLimits, Throttle};
+pub use top_only::{TopOnly, untouched};
 pub use tracking::DirtyTracking;
 
 /// Bytes of a disk that are copied under one lock. A write waits for the copy of what it touches, and with larger ones more writes wait for
