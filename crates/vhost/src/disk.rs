@@ -508,6 +508,9 @@ impl Device {
             Command::Switch(image, answer) => {
                 let _ = answer.send(self.switch(image));
             }
+            Command::SwitchOver(image, deltas, answer) => {
+                let _ = answer.send(self.switch_over(image, deltas));
+            }
             Command::HandOver(answer) => {
                 let _ = answer.send(self.hand_over());
             }

@@ -43,6 +43,8 @@ pub(crate) enum Command {
     PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
     TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
+    /// The same with what lies over it.
+    SwitchOver(Image, Vec<Delta>, Sender<Result<(), Error>>),
     HandOver(Sender<Result<Handover, Error>>),
     /// Makes durable what was answered.
     Settle(Sender<Result<(), Error>>),
@@ -105,6 +107,13 @@ impl Standing<'_> {
     /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
         self.disk.ask(|answer| Command::Switch(image, answer))?
+    }
+
+    /// The same with an image over which deltas lie, from the lowest to the top, in place of those that it had. Where this fails the disk is to be
+    /// ended: what its guest asks for next would go to the wrong image.
+    pub fn switch_over(&self, image: Image, deltas: Vec<Delta>) -> Result<(), Error> {
+        self.disk
+            .ask(|answer| Command::SwitchOver(image, deltas, answer))?
     }
 
     /// What another program needs to go on with the disk over QEMU's connection. QEMU is not heard from here on, until this value

@@ -11,7 +11,7 @@ use crate::disk::Device;
 /// Makes the deltas, from the lowest to the top, with which a disk goes on, of those that it had; or says why not.
 pub(crate) type Change = Box<dyn FnOnce(Vec<Delta>) -> Result<Vec<Delta>, String> + Send>;
 
-const OTHER_LENGTH: &str = "what lies above its image is of another length";
+pub(crate) const OTHER_LENGTH: &str = "what lies above its image is of another length";
 
 impl Device {
     /// Makes durable all that the guest was told, and what says where it is. What the storage lost the guest hears with its next flush.

@@ -4,11 +4,13 @@
 
 use std::time::Duration;
 
+use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Image};
 
 use crate::Error;
 use crate::connection::send;
 use crate::disk::Device;
+use crate::layers::OTHER_LENGTH;
 use crate::message::{encode, request};
 use std::os::fd::AsFd;
 
@@ -49,17 +51,41 @@ impl Device {
     /// Goes on with another image of the same size, without what was put below the guest's filters.
     pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
         let busy = self.busy();
-        let block = u64::from(self.guest.geometry.block);
-        let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
-        let fits = theirs - theirs % block == bytes && image.access() == Access::ReadWrite;
-        if !fits {
-            let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
-            return Err(Error::Settings { reason });
-        }
+        self.must_fit(&image)?;
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
         self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+    }
+
+    /// The same with what lies over it, in place of what lay over the one before.
+    pub(crate) fn switch_over(&mut self, image: Image, deltas: Vec<Delta>) -> Result<(), Error> {
+        let busy = self.busy();
+        self.must_fit(&image)?;
+        if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
+            return Err(busy);
+        }
+        // What they have was settled, and is another image's by now.
+        let had = self.stack.take_deltas();
+        if had.is_none() || !self.stack.bottom.replace(image) {
+            return Err(busy);
+        }
+        let put = self.stack.put_deltas(deltas);
+        put.map_err(|_| Error::Settings {
+            reason: OTHER_LENGTH.to_owned(),
+        })
+    }
+
+    fn must_fit(&self, image: &Image) -> Result<(), Error> {
+        let block = u64::from(self.guest.geometry.block);
+        let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
+        match theirs - theirs % block == bytes && image.access() == Access::ReadWrite {
+            true => Ok(()),
+            false => {
+                let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
+                Err(Error::Settings { reason })
+            }
+        }
     }
 
     /// Looks at the image's size and tells the guest if it has changed.
