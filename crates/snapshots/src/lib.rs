@@ -16,8 +16,10 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod elsewhere;
 mod tidying;
 
+pub use elsewhere::Elsewhere;
 pub use tidying::Tidying;
 
 use godwit_types::plant::planted;

@@ -1,0 +1,174 @@
+//! The same images at another place, where the disk's own file may have another name.
+//!
+//! Pure, owns nothing. Refuses images that several VMs have: whoever moves a disk moves what is its own.
+
+use crate::{Fresh, Images, Kind, Refusal};
+use std::collections::BTreeMap;
+
+/// What a disk consists of at another place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Elsewhere {
+    pub images: Images,
+    /// The names that all but the top have there, by those that they have here.
+    pub names: BTreeMap<String, String>,
+}
+
+impl Images {
+    /// What the disk consists of where its own file has this name, and its deltas numbers from `first` on; its top, to which the guest writes while the
+    /// disk moves, is another delta there, of this identity. `mark` is a new number. What leaves here does not go along.
+    pub fn elsewhere(
+        &self,
+        own: &str,
+        (first, mark): (u64, &str),
+        top_id: &str,
+    ) -> Result<Elsewhere, Refusal> {
+        let is_own = |kind: Kind, common: bool| kind != Kind::Qcow2 && !common;
+        let mut all = self.images.iter();
+        if let Some((name, _)) = all.find(|(_, image)| !is_own(image.kind, image.common)) {
+            return Err(format!(
+                "it lies over {name}, which others may have, too, and which does not move with it"
+            ));
+        }
+        if self
+            .images
+            .get(&self.top)
+            .is_none_or(|top| top.kind != Kind::Delta)
+        {
+            return Err("its top is no delta".to_owned());
+        }
+        let mut next = first;
+        let mut names = BTreeMap::new();
+        for (name, image) in &self.images {
+            let new = match image.kind {
+                Kind::Raw => own.to_owned(),
+                _ => {
+                    next = next.saturating_add(1);
+                    Self::name_of(own, next.saturating_sub(1))
+                }
+            };
+            names.insert(name.clone(), new);
+        }
+        let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
+        let mut now = Self {
+            mark: mark.to_owned(),
+            top: renamed(&self.top),
+            images: BTreeMap::new(),
+            next,
+            leaving: BTreeMap::new(),
+            ..self.clone()
+        };
+        for (name, image) in &self.images {
+            let mut image = image.clone();
+            image.over = image.over.as_ref().map(renamed);
+            if *name == self.top {
+                image.id = Some(top_id.to_owned());
+            }
+            now.images.insert(renamed(name), image);
+        }
+        for snapshot in &mut now.snapshots {
+            snapshot.image = renamed(&snapshot.image);
+        }
+        names.remove(&self.top);
+        let images = now.checked()?;
+        Ok(Elsewhere { images, names })
+    }
+
+    /// The identity and the name of what is made for the top of a disk that moves.
+    pub fn top_of_it(&self) -> Option<Fresh> {
+        let id = self.images.get(&self.top)?.id.clone()?;
+        Some(Fresh {
+            name: self.top.clone(),
+            id,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Snapshot;
+    use godwit_types::SnapshotName;
+
+    fn fresh(number: u32) -> Fresh {
+        Fresh {
+            name: format!("root.raw.d{number}"),
+            id: format!("{number:032x}"),
+        }
+    }
+
+    fn snapshot(name: &str) -> Snapshot {
+        Snapshot {
+            name: SnapshotName::new(name).unwrap(),
+            after: None,
+            image: String::new(),
+            made_unix_s: 1_800_000_000,
+            quiesced: false,
+            text: String::new(),
+            disks: vec!["root".to_owned()],
+        }
+    }
+
+    /// Two snapshots, and a branch over the first one.
+    fn tree() -> Images {
+        let images = Images::of_one("root.raw", 1 << 30, &"5".repeat(32));
+        let images = images.take(snapshot("first"), &fresh(1)).unwrap();
+        let images = images.take(snapshot("second"), &fresh(2)).unwrap();
+        let first = SnapshotName::new("first").unwrap();
+        images.revert(&first, &fresh(3)).unwrap()
+    }
+
+    #[test]
+    fn a_tree_is_the_same_elsewhere_under_other_names() {
+        let here = tree();
+        let mark = "6".repeat(32);
+        let there = here.elsewhere("web.raw", (7, &mark), &"9".repeat(32));
+        let Elsewhere { images, names } = there.unwrap();
+        assert_eq!(names.len(), here.images.len() - 1);
+        assert_eq!(names["root.raw"], "web.raw");
+        assert!(!names.contains_key(&here.top));
+        let listed = |images: &Images| -> Vec<_> {
+            let all = images.snapshots.iter();
+            all.map(|one| {
+                (
+                    one.name.clone(),
+                    one.after.clone(),
+                    images.chain(&one.image).len(),
+                )
+            })
+            .collect()
+        };
+        assert_eq!(listed(&images), listed(&here));
+        assert_eq!(images.after, here.after);
+        assert_eq!(images.chain(&images.top).len(), here.chain(&here.top).len());
+        assert!(images.leaving.is_empty() && images.mark == mark);
+        let top = images.top_of_it().unwrap();
+        assert_eq!(top.id, "9".repeat(32));
+        for (name, new) in &names {
+            assert_eq!(images.images[new].id, here.images[name].id);
+        }
+        let numbers = 7..images.next;
+        assert_eq!(numbers.count(), here.images.len() - 1);
+        // Nothing is named twice, and what comes next has a name of its own.
+        assert!(
+            !images
+                .images
+                .contains_key(&Images::name_of("web.raw", images.next))
+        );
+    }
+
+    #[test]
+    fn what_others_have_too_does_not_move() {
+        let mut here = tree();
+        let mut base = here.images.remove("root.raw").unwrap();
+        base.common = true;
+        here.images.insert("/base.raw".to_owned(), base);
+        let mark = "6".repeat(32);
+        let refused = here.elsewhere("web.raw", (1, &mark), &"9".repeat(32));
+        assert!(refused.unwrap_err().contains("which others may have"));
+        let one = Images::of_one("root.raw", 1 << 30, &mark);
+        assert!(
+            one.elsewhere("web.raw", (1, &mark), &"9".repeat(32))
+                .is_err()
+        );
+    }
+}
