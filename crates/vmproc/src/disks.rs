@@ -28,6 +28,7 @@ mod left;
 mod making;
 mod moving;
 mod note;
+mod parts;
 mod quiescing;
 mod record;
 mod resize;
@@ -41,6 +42,7 @@ mod tidying;
 mod together;
 mod told;
 mod tracked;
+mod tree;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 #[cfg(test)]

@@ -153,6 +153,11 @@ impl Delta {
         }
     }
 
+    /// Whether nothing is written to it any more.
+    pub fn is_frozen(&self) -> bool {
+        self.label.in_use == Use::Frozen
+    }
+
     /// A last round: from here on it is complete by its tables alone, and read-only. It stays open, as a parent. Nothing may be under way,
     /// and nothing may be written to it any more.
     pub fn freeze(&mut self) -> Result<(), Error> {

@@ -37,6 +37,7 @@ pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
     let mut devices: Vec<Left> = left.cloned().collect();
     if went_along {
         devices.extend(what.with_images().map(|(disk, image)| Left {
+            parts: Default::default(),
             disk: disk.name.clone(),
             path: disk.path.clone(),
             image,

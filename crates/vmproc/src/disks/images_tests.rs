@@ -232,6 +232,7 @@ fn what_is_noted_of_a_vm_that_is_deleted_turns_no_later_vm_s_disk_back() {
     let former = left.directory.path().join("former.raw");
     let former = former.to_str().unwrap().to_owned();
     left.what.left = vec![super::super::left::Left {
+        parts: Default::default(),
         disk: "root".to_owned(),
         path: former.clone(),
         image: (1, 2),

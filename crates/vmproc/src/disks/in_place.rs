@@ -10,20 +10,23 @@
 use super::claim::Taking;
 use super::history;
 use super::labelled::name_in;
-use super::layers::{has_layers, has_snapshots};
+use super::layers::has_layers;
 use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
+use super::parts::Parts;
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::tracked::filter_for;
+use super::tree::NewImage;
 use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Bottleneck, Course, Pace};
-use godwit_blockio::{Approach, Image, NOT_KEPT_UP, SecondImage, switch_over};
+use godwit_blockio::{Approach, Arriving, Image, NOT_KEPT_UP, SecondImage, switch_over};
 use godwit_qemu::disk::{identity_of_open, must_be_free};
+use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, Method,
 };
@@ -204,9 +207,12 @@ impl Served {
         if spec.read_only {
             return Err(self.not_so(&format!("its guest only reads disk '{name}', which is not moved: copy the file, and describe the VM anew while it is off")));
         }
-        if has_layers(&spec.path) {
-            let why = has_snapshots("moved");
-            return Err(self.not_so(&format!("its disk '{name}' is not moved: {why}")));
+        if has_layers(&spec.path) && is_device_path(&place.path) {
+            let why = format!(
+                "its disk '{name}' has snapshots, or what is left of deleted ones, and there is no place for them beside the block device {}: name a place in a directory, or delete its snapshots first",
+                place.path
+            );
+            return Err(self.not_so(&why));
         }
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
@@ -236,7 +242,7 @@ impl Served {
         }
     }
 
-    fn move_all(&self, places: &[DiskPlace], changed: &impl Fn()) {
+    fn move_all(self: &Arc<Self>, places: &[DiskPlace], changed: &impl Fn()) {
         self.keep_moves();
         let mut stopped = None;
         for place in places {
@@ -290,7 +296,11 @@ impl Served {
     }
 
     /// Returns how long the guest's requests waited for the change.
-    fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
+    fn move_one(
+        self: &Arc<Self>,
+        place: &DiskPlace,
+        changed: &impl Fn(),
+    ) -> Result<Duration, Stopped> {
         let _turn = lock(&self.moves.turn);
         self.clean();
         if !self.is_clean() {
@@ -317,6 +327,7 @@ impl Served {
             spec: spec.clone(),
             image,
             copying: Copying {
+                parts: Parts::default(),
                 disk: place.disk.clone(),
                 path: place.path.clone(),
                 beside: format!("{}.moving-{since:x}", place.path),
@@ -324,9 +335,12 @@ impl Served {
                 known: None,
             },
             follows: None,
+            tree: None,
+            below: 0,
         };
         let moved = self.copy(&mut going);
         if moved.is_ok() {
+            self.forget_top(&going, true);
             changed();
             self.remove_former();
             return moved;
@@ -337,8 +351,9 @@ impl Served {
             tracing::info!(disk = spec.name, %error, "the disk keeps a mirror that has ended");
         }
         // Whoever comes after this process does it if it cannot be done here.
-        if let Err(error) = self.remove_copy(&going.copying) {
-            tracing::warn!(%error, "a disk that is not moved is not settled yet");
+        match self.remove_copy(&going.copying) {
+            Ok(()) => self.forget_top(&going, false),
+            Err(error) => tracing::warn!(%error, "a disk that is not moved is not settled yet"),
         }
         moved
     }
@@ -351,14 +366,15 @@ impl Served {
             .ok_or("the disk is not served any more")
     }
 
-    fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+    fn copy(self: &Arc<Self>, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+        let _held = self.hold_tidying()?;
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
         self.go_over(going, &mirror, image)
     }
 
     /// Makes a second image that is equal to the first and has its name, durably.
-    fn make_equal(&self, going: &mut Going<'_>) -> Result<(Mirror, Image), Stopped> {
+    fn make_equal(&self, going: &mut Going<'_>) -> Result<(Mirror, NewImage), Stopped> {
         let path = Path::new(&going.place.path);
         if !going.copying.is_on_device() {
             must_be_free(path)?;
@@ -369,26 +385,14 @@ impl Served {
             return Err("its image is not this host's now".into());
         }
         let bytes = disk.measure()?;
+        going.tree = self.begin_tree(going, &disk)?;
         let image = self.make_second(going, bytes)?;
         let cap = going.place.max_bandwidth_mbit_per_s;
-        let cap = cap.map(bytes_per_s);
-        let course = Course::at(&Pace::at_most(cap));
-        let source = open_disk_image(&going.spec, going.image).ok();
+        let pace = Pace::at_most(cap.map(bytes_per_s));
+        let deltas = self.copy_below(going, (&disk, &image), &pace)?;
+        let new = NewImage { image, deltas };
         let former = self.seen_along(&going.spec, going.image);
-        let second = SecondImage::of(&image, source, &course)?;
-        let by = (going.place.method, &going.place.without[..]);
-        let filter = filter_for(by, bytes, second.outlet()?, &course);
-        disk.put_lowest(filter, REST_WAIT)?;
-        let mirror = Mirror {
-            total: match going.copying.is_on_device() {
-                // What is a hole in the first image may be anything there.
-                true if !planted("device-holes-skipped") => begin_copying_all(bytes, &course),
-                _ => begin_copying((&going.spec, going.image), bytes, &course),
-            },
-            disk,
-            second,
-            began: Instant::now(),
-        };
+        let mirror = self.begin_mirror(going, (disk, bytes), &new, &pace)?;
         reached("disk-move.copying");
         match going.place.method {
             Method::Mirror => self.wait_until_equal(going, &mirror)?,
@@ -397,20 +401,58 @@ impl Served {
         // What takes long comes before the disk stands still.
         mirror.second.sync()?;
         match going.copying.is_on_device() {
-            true => self.finish_copied(&going.copying, &image)?,
+            true => self.finish_copied(&going.copying, &new.image)?,
             false => going.copying.give_name()?,
         }
+        self.name_tree(going)?;
         reached("disk-move.named");
-        let spec = DiskSpec {
-            path: going.place.path.clone(),
-            ..going.spec.clone()
-        };
+        let spec = going.there();
         let now = going
             .copying
             .image
             .map(|image| self.seen_along(&spec, image));
         going.follows = former.ok().zip(now.transpose().ok().flatten());
-        Ok((mirror, image))
+        Ok((mirror, new))
+    }
+
+    /// Puts what copies the disk below its filters, and lets that begin.
+    fn begin_mirror(
+        &self,
+        going: &Going<'_>,
+        (disk, bytes): (Arc<Disk>, u64),
+        new: &NewImage,
+        pace: &Pace,
+    ) -> Result<Mirror, Stopped> {
+        let course = Course::at(pace);
+        let second = match new.deltas.split_last() {
+            None => {
+                let source = open_disk_image(&going.spec, going.image).ok();
+                SecondImage::of(&new.image, source, &course)?
+            }
+            Some((top, lower)) => {
+                SecondImage::over(Arriving::over(top, lower, &new.image)?, &course)?
+            }
+        };
+        let by = (going.place.method, &going.place.without[..]);
+        let outlet = match &going.tree {
+            None => second.outlet()?,
+            Some(tree) => tree.only_top(second.outlet()?),
+        };
+        disk.put_lowest(filter_for(by, bytes, outlet, &course), REST_WAIT)?;
+        let total = match &going.tree {
+            Some(tree) => tree.begin_copying(bytes, &course),
+            // What is a hole in the first image may be anything there.
+            None if going.copying.is_on_device() && !planted("device-holes-skipped") => {
+                begin_copying_all(bytes, &course)
+            }
+            None => begin_copying((&going.spec, going.image), bytes, &course),
+        };
+        Ok(Mirror {
+            total,
+            disk,
+            second,
+            began: Instant::now(),
+        })
     }
 
     /// The disk goes on with its second image. Returns how long it stood still for that.
@@ -418,7 +460,7 @@ impl Served {
         &self,
         going: &Going<'_>,
         mirror: &Mirror,
-        image: Image,
+        image: NewImage,
     ) -> Result<Duration, Stopped> {
         let mut image = Some(image);
         let switched = switch_over(
@@ -519,7 +561,7 @@ impl Served {
         eta_s: Option<f64>,
     ) {
         self.note(&going.place.disk, |disk| {
-            (disk.total_bytes, disk.left_bytes) = (mirror.total, left);
+            (disk.total_bytes, disk.left_bytes) = (mirror.total + going.below, left);
             disk.eta_s = eta_s.map(|seconds| seconds.ceil() as u64);
             disk.seconds = Some(mirror.began.elapsed().as_secs_f64());
             disk.limited_by = mirror.second.course().wait_times().bottleneck().map(limit);

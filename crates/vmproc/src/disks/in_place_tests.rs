@@ -10,9 +10,11 @@ use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_qemu::user::User;
 use godwit_store::load_json;
 use godwit_testkit::testvol::Volume;
-use godwit_types::{Generation, MigrationId};
+use godwit_types::snapshots::{Quiesce, TakeSnapshot, description_of};
+use godwit_types::{Generation, MigrationId, SnapshotName};
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{TryRecvError, channel};
 
@@ -88,6 +90,7 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
         spec: what.disks[0].clone(),
         image: what.images[0],
         copying: Copying {
+            parts: Default::default(),
             disk: "root".into(),
             path: place.path.clone(),
             beside: format!("{}.moving-1", place.path),
@@ -95,6 +98,8 @@ fn going_to<'a>(place: &'a DiskPlace, what: &ServedDisks) -> Going<'a> {
             known: None,
         },
         follows: None,
+        tree: None,
+        below: 0,
     }
 }
 
@@ -287,6 +292,54 @@ fn a_disk_that_moves_on_its_host_is_there_for_whoever_asks_until_its_storage_fai
     disks.end();
 }
 
+/// Of each snapshot its name, and that of the one before it.
+fn listed(disks: &Disks) -> Vec<(SnapshotName, Option<SnapshotName>)> {
+    let listed = disks.list_snapshots().unwrap().snapshots.into_iter();
+    listed.map(|one| (one.name, one.after)).collect()
+}
+
+#[test]
+fn a_disk_with_snapshots_moves_with_all_that_it_consists_of() {
+    for method in METHODS {
+        let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+        let (before, place) = image_and_place(directory.path());
+        let place = DiskPlace { method, ..place };
+        let image = File::options().write(true).open(&before).unwrap();
+        image.write_all_at(&[5; 512], 4096).unwrap();
+        let disks = served_with(&site, &before);
+        for name in ["first", "second"] {
+            let wish = TakeSnapshot {
+                name: SnapshotName::new(name).unwrap(),
+                text: String::new(),
+                quiesce: Quiesce::Never,
+            };
+            disks.take_snapshot(&wish, None).unwrap();
+        }
+        let had = listed(&disks);
+        let (served, what) = (&disks.0, disks.0.what());
+        let _held = served.hold_tidying().unwrap();
+        let mut going = going_to(&place, &what);
+        let (mirror, image) = went(served.make_equal(&mut going));
+        went(served.go_over(&going, &mirror, image));
+        drop(mirror);
+        assert_eq!(listed(&disks), had);
+        assert!(description_of(Path::new(&place.path)).exists());
+        let mut content = [0; 512];
+        let image = File::open(&place.path).unwrap();
+        image.read_exact_at(&mut content, 4096).unwrap();
+        assert_eq!(content, [5; 512]);
+        let follow = |left: &mut super::super::left::Left| left.followed = true;
+        let followed = served.change(|what| what.left.iter_mut().for_each(follow));
+        followed.unwrap();
+        served.remove_former();
+        let names = std::fs::read_dir(directory.path()).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let left: Vec<_> = names.filter(|name| name.starts_with("root.raw")).collect();
+        assert!(left.is_empty(), "{left:?}");
+        disks.end();
+    }
+}
+
 /// Moves two disks, and gives how they ended and what they were each time that one was moved.
 fn move_both(
     (site, spec): (&Site, &mut VmSpec),
@@ -361,6 +414,7 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
     let ram = godwit_guestmem::RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
     let mut what = ServedDisks::none(1, (0, 0));
     what.left = vec![super::super::left::Left {
+        parts: Default::default(),
         disk: "root".into(),
         path: "/dev/left".into(),
         image: left,

@@ -121,11 +121,11 @@ impl Place<'_> {
         self.path().with_file_name(name)
     }
 
-    fn descriptor(&self, name: &str) -> PathBuf {
+    pub(super) fn descriptor(&self, name: &str) -> PathBuf {
         self.sibling(&format!("{name}.vmdk"))
     }
 
-    fn extent(&self, name: &str) -> PathBuf {
+    pub(super) fn extent(&self, name: &str) -> PathBuf {
         self.sibling(&format!("{name}-sesparse.vmdk"))
     }
 
@@ -146,7 +146,7 @@ impl Place<'_> {
     }
 
     /// As others who read the chain know the image below.
-    fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
+    pub(super) fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
         let hint = format!("{name}.vmdk");
@@ -208,7 +208,7 @@ impl Place<'_> {
     }
 
     /// A process may have died before it froze what lies below the top since.
-    fn open_frozen(
+    pub(super) fn open_frozen(
         &self,
         images: &Images,
         name: &str,
@@ -277,7 +277,7 @@ impl Place<'_> {
     }
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
-    fn map_of(&self, id: Id) -> PathBuf {
+    pub(super) fn map_of(&self, id: Id) -> PathBuf {
         let id = u128::from_be_bytes(id.0);
         self.paths.run.join(format!("delta-{id:032x}.states"))
     }
@@ -367,8 +367,23 @@ impl Place<'_> {
         }
     }
 
+    /// A number from which on no file beside the disk's has one in its name.
+    pub(super) fn first_number(&self) -> u64 {
+        let numbers = self.numbered().into_iter().map(|(_, number)| number);
+        numbers.max().map_or(1, |last| last.saturating_add(1))
+    }
+
     /// Names of deltas of this disk that are not described, and their numbers.
     fn unnamed(&self, images: &Images) -> Vec<(String, u64)> {
+        let is_named =
+            |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
+        let mut found = self.numbered();
+        found.retain(|(name, _)| !is_named(name));
+        found
+    }
+
+    /// Names of deltas of this disk, described or not, and their numbers.
+    fn numbered(&self) -> Vec<(String, u64)> {
         let Ok(own) = self.file_name() else {
             return Vec::new();
         };
@@ -380,9 +395,7 @@ impl Place<'_> {
         };
         let names = beside.into_iter().flatten().flatten();
         let found = names.filter_map(|entry| number(entry.file_name().to_str()?));
-        let is_named =
-            |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
-        found.filter(|(name, _)| !is_named(name)).collect()
+        found.collect()
     }
 
     /// A number for the next delta under whose name there is nothing.
@@ -400,6 +413,11 @@ impl Place<'_> {
                 self.spec.name
             )
         })
+    }
+
+    /// Opens the file of a delta, to be read.
+    pub(super) fn open_part(&self, name: &str) -> Result<File, String> {
+        self.open_beside(name, true)
     }
 
     fn open_beside(&self, name: &str, read_only: bool) -> Result<File, String> {
@@ -445,13 +463,14 @@ impl Served {
             .and_then(|()| place.must_be_the_latest(&images));
         let confirmed = is_latest.and_then(|()| place.confirm(image.as_fd(), &images));
         confirmed.map_err(|why| refused(&why))?;
+        place.describe_missing(&images);
         lock(&self.layered).insert(spec.name.clone());
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
     }
 }
 
-fn opening(name: &str, patience: Duration) -> Opening<'_> {
+pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {
     Opening {
         block_bytes: BLOCK,
         name,
@@ -466,12 +485,12 @@ pub(super) fn random_number() -> Result<String, String> {
     Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
-fn id_of(text: &str) -> Option<Id> {
+pub(super) fn id_of(text: &str) -> Option<Id> {
     let number = u128::from_str_radix(text, 16).ok()?;
     Some(Id(number.to_be_bytes()))
 }
 
-fn boot() -> Result<Id, String> {
+pub(super) fn boot() -> Result<Id, String> {
     let told = std::fs::read_to_string(BOOT_ID);
     let told = told.map_err(|error| format!("{BOOT_ID}: {error}"))?;
     let digits: String = told.trim().chars().filter(|one| *one != '-').collect();

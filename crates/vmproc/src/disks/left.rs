@@ -12,6 +12,7 @@ use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::{remove, rename};
 use super::labelled::{self, Labelled, is_among};
+use super::parts::Parts;
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
@@ -44,6 +45,9 @@ pub(super) struct Copying {
     /// and what it says of itself then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub known: Option<KnownImage>,
+    /// What else is copied with it.
+    #[serde(default, skip_serializing_if = "Parts::is_none")]
+    pub parts: Parts,
 }
 
 /// An image that was left for another one of this host.
@@ -60,6 +64,9 @@ pub(super) struct Left {
     /// The name of the part that a device may hold of it still: it was out of reach when it was to be let go.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
+    /// What else belongs to it.
+    #[serde(default, skip_serializing_if = "Parts::is_none")]
+    pub parts: Parts,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -294,7 +301,10 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
             FormerEnd::Forgotten => false,
-            FormerEnd::Removed => !left.former().remove(),
+            // The image is last: as long as it is there it is tried again.
+            FormerEnd::Removed => {
+                !(left.parts.remove(Path::new(&left.path)) && left.former().remove())
+            }
         }
     });
 }
@@ -383,6 +393,10 @@ impl Copying {
             return None;
         }
         let left = [&self.beside, &self.path].map(|path| Left {
+            parts: match *path == self.path {
+                true => self.parts.clone(),
+                false => Parts::default(),
+            },
             disk: String::new(),
             path: path.clone(),
             image,
@@ -396,6 +410,7 @@ impl Copying {
     /// What is to be let go of a device once that is there again.
     fn left_on_device(&self) -> Left {
         Left {
+            parts: Default::default(),
             disk: String::new(),
             path: self.path.clone(),
             // Whatever number it has then.
@@ -501,7 +516,8 @@ impl Copying {
         if self.is_on_device() {
             return is_named_disk || self.let_go();
         }
-        let is_gone = remove(Path::new(&self.beside));
+        let are_gone = is_named_disk || self.parts.remove(Path::new(&self.path));
+        let is_gone = remove(Path::new(&self.beside)) && are_gone;
         let Some(former) = self.former().filter(|_| !is_named_disk) else {
             return is_gone;
         };

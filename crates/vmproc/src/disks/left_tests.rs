@@ -55,6 +55,7 @@ impl Dead {
 
     fn copying(&self, image: Option<&str>) -> Copying {
         Copying {
+            parts: Default::default(),
             disk: "root".into(),
             path: self.path("new"),
             beside: self.path("new.moving-1"),
@@ -65,6 +66,7 @@ impl Dead {
 
     fn left(&self, name: &str) -> Left {
         Left {
+            parts: Default::default(),
             disk: "root".into(),
             path: self.path(name),
             image: self.identity(name),

@@ -530,7 +530,8 @@ pub(super) fn begin_copying_all(bytes: u64, course: &Course) -> u64 {
     begin_copying_but(Vec::new(), bytes, course)
 }
 
-fn begin_copying_but(holes: Vec<Range<u64>>, bytes: u64, course: &Course) -> u64 {
+/// The same of what is in none of these places.
+pub(super) fn begin_copying_but(holes: Vec<Range<u64>>, bytes: u64, course: &Course) -> u64 {
     let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
     course.begin(holes);
     bytes.saturating_sub(empty)

@@ -54,6 +54,7 @@ fn a_copy_that_is_not_whole_is_removed_though_the_record_has_no_room_because_of_
     let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
     let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let copying = Copying {
+        parts: Default::default(),
         disk: "root".into(),
         path: at("new"),
         beside: at("new.moving-1"),
@@ -79,6 +80,7 @@ fn a_device_that_is_gone_since_a_move_to_it_began_keeps_no_disk_from_moving() {
     let site = Site::new();
     let path = format!("/dev/godwit-test-gone-{}", std::process::id());
     let copying = Copying {
+        parts: Default::default(),
         disk: "root".into(),
         beside: format!("{path}.moving-1"),
         path: path.clone(),

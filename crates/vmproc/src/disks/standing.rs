@@ -10,7 +10,8 @@ use super::snapshots::{All, Changed, written};
 use super::{Disks, LOCK_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
-use godwit_blockio::delta::Delta;
+use godwit_blockio::delta::{Delta, Words};
+use godwit_delta::States;
 use godwit_qemu::freezing::Freezer;
 use godwit_qemu::user::User;
 use godwit_types::snapshots::{Quiesce, Snapshots, TakeSnapshot};
@@ -23,6 +24,14 @@ use std::time::{Duration, Instant};
 
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
+
+/// What came of freezing tops.
+pub(super) struct Frozen {
+    /// How long the guest's requests waited.
+    pub stood: Duration,
+    /// The states of the new tops.
+    pub tops: Vec<States<Words>>,
+}
 
 impl Disks {
     pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
@@ -54,7 +63,7 @@ impl Disks {
             all.unmake(&changed);
             all.not_so(&why)
         })?;
-        let stood = served.freeze(&all, &changed)?;
+        let stood = served.freeze(&all, &changed)?.stood;
         let quiesced = asked.end();
         if wish.quiesce == Quiesce::Always
             && let Err(why) = &quiesced
@@ -97,8 +106,8 @@ impl Served {
         }
     }
 
-    /// Freezes the tops of these disks at one moment. Returns how long the guest's requests waited.
-    pub(super) fn freeze(&self, all: &All<'_>, changed: &[Changed]) -> Result<Duration, ApiError> {
+    /// Freezes the tops of these disks at one moment.
+    pub(super) fn freeze(&self, all: &All<'_>, changed: &[Changed]) -> Result<Frozen, ApiError> {
         let what = self.what();
         let undone = |error: ApiError| {
             all.unmake(changed);
@@ -145,10 +154,15 @@ impl Served {
             return Err(error);
         }
         reached("snapshot.committed");
+        let states = tops.iter().map(|(_, _, top)| top.states().clone());
+        let states = states.collect();
         for ((spec, _, top), standing) in tops.into_iter().zip(standing) {
             put_over(spec, standing, top);
         }
-        Ok(began.elapsed())
+        Ok(Frozen {
+            stood: began.elapsed(),
+            tops: states,
+        })
     }
 }
 

@@ -12,9 +12,10 @@ use super::left::{Copying, Left};
 use super::served::{Served, ServedDisks};
 use super::there::DiskAlong;
 use super::told;
+use super::tree::{NewImage, Tree};
 use crate::adoption::lock;
 use crate::faults::{planted, reached};
-use godwit_blockio::{Bound, Image, SecondImage};
+use godwit_blockio::{Bound, SecondImage};
 use godwit_qemu::disk::identity_of;
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
@@ -59,6 +60,21 @@ pub(super) struct Going<'a> {
     pub copying: Copying,
     /// The disk with its former image and with this one; nothing where either could not be looked at.
     pub follows: Option<(DiskAlong, DiskAlong)>,
+    /// What it consists of, if it has snapshots,
+    pub tree: Option<Tree>,
+    /// and bytes of that which lie below its top, once they are copied.
+    pub below: u64,
+}
+
+impl Going<'_> {
+    /// The disk where it comes to.
+    pub(super) fn there(&self) -> DiskSpec {
+        DiskSpec {
+            path: self.place.path.clone(),
+            shared: self.place.shared,
+            ..self.spec.clone()
+        }
+    }
 }
 
 /// What was written before a switch, and what was known of the disk's image.
@@ -80,6 +96,13 @@ impl Drop for Mirror {
     }
 }
 
+fn go_on_with(standing: &Standing<'_>, new: NewImage) -> Result<(), godwit_vhost::Error> {
+    match new.deltas.is_empty() {
+        true => standing.switch(new.image),
+        false => standing.switch_over(new.image, new.deltas),
+    }
+}
+
 impl Served {
     /// Whether the disk is the one that has the mirror, and its image is this host's.
     pub(super) fn must_be_mirrored(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
@@ -97,7 +120,7 @@ impl Served {
         &self,
         going: &Going<'_>,
         (mirror, mut bound): (&Mirror, Bound<'_>),
-        image: &mut Option<Image>,
+        image: &mut Option<NewImage>,
     ) -> Result<Option<Duration>, Stopped> {
         // A disk that ends while what is written changes must not be served as it was.
         let Some(_alone) = self.serve_alone(going.index) else {
@@ -120,8 +143,9 @@ impl Served {
                 format!("{path} is not to be the disk any more: see the log of the VM process");
             return Err(why.into());
         }
-        if let Some(image) = image.as_ref().filter(|image| image.bytes() != length) {
-            let bytes = image.bytes();
+        if let Some(bytes) = image.as_ref().map(|new| new.image.bytes())
+            && bytes != length
+        {
             let why = format!(
                 "{path} has {length} bytes by now in place of {bytes}: see who may write into that directory"
             );
@@ -178,9 +202,14 @@ impl Served {
     }
 
     /// The disk goes on with the second image, which is written down.
-    fn change_image(&self, going: &Going<'_>, standing: Standing<'_>, image: &mut Option<Image>) {
+    fn change_image(
+        &self,
+        going: &Going<'_>,
+        standing: Standing<'_>,
+        image: &mut Option<NewImage>,
+    ) {
         let switched = match image.take() {
-            Some(image) => standing.switch(image).map_err(|error| error.to_string()),
+            Some(new) => go_on_with(&standing, new).map_err(|error| error.to_string()),
             None => Err("its second image is gone".to_owned()),
         };
         let Err(why) = switched else {
@@ -220,11 +249,11 @@ impl Served {
         &self,
         going: &Going<'_>,
         mirror: &Mirror,
-        image: &mut Option<Image>,
+        image: &mut Option<NewImage>,
     ) -> Result<Option<Duration>, Stopped> {
         let (began, standing) = (Instant::now(), mirror.disk.stand_still(STAND_WAIT)?);
         let image = image.take().ok_or("its second image is gone")?;
-        standing.switch(image)?;
+        go_on_with(&standing, image)?;
         drop(standing);
         std::thread::sleep(STAND_WAIT);
         reached("disk-move.switched");
@@ -255,6 +284,8 @@ impl Served {
         // What is not written down yet counts, too.
         let known = self.known_of(&self.what(), &place.disk);
         self.keep_no_more(&place.disk);
+        let former = going.tree.as_ref().map(|tree| tree.former.clone());
+        let former = former.unwrap_or_default();
         let written = self.change(|what| {
             what.copying = None;
             what.left.push(Left {
@@ -263,6 +294,7 @@ impl Served {
                 image: going.image,
                 known,
                 part: None,
+                parts: former,
                 followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {

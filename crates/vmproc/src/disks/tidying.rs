@@ -9,7 +9,6 @@
 use super::LOCK_WAIT;
 use super::layers::OwnedPlace;
 use super::served::Served;
-use super::snapshots::All;
 use super::standing::end_unless;
 use crate::adoption::lock;
 use crate::faults::reached;
@@ -30,6 +29,12 @@ const FREEZES_MAX: u32 = 8;
 const LAST_BYTES_MAX: u64 = 64 << 20;
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
+/// How long it is waited for whoever gives up something just now,
+const HOLD_WAIT: Duration = Duration::from_secs(30);
+/// and how often it is looked.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Why something is left.
+const ENDED: &str = "its guest has ended, or the disk moves";
 /// When what did not come to its end is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 
@@ -37,6 +42,8 @@ const AGAIN_AFTER: Duration = Duration::from_secs(30);
 #[derive(Debug, Default)]
 pub(super) struct Tidies {
     works: AtomicBool,
+    /// Nothing is to be given up: a disk moves, and its images stay as they are.
+    is_held: AtomicBool,
     /// Nothing was left when a thread looked last.
     is_done: AtomicBool,
     tried: Mutex<Option<Instant>>,
@@ -47,7 +54,11 @@ pub(super) struct Tidies {
 impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
-        is_time && !self.is_done.load(Ordering::SeqCst) && !self.works.swap(true, Ordering::SeqCst)
+        let is_held = self.is_held.load(Ordering::SeqCst);
+        is_time
+            && !is_held
+            && !self.is_done.load(Ordering::SeqCst)
+            && !self.works.swap(true, Ordering::SeqCst)
     }
 
     fn end(&self, why: String) {
@@ -65,6 +76,19 @@ impl Tidies {
     /// Why images that nobody needs are there still, as far as that is known.
     pub(super) fn why(&self) -> String {
         lock(&self.why).clone()
+    }
+}
+
+/// As long as this lives nothing is given up.
+#[derive(Debug)]
+pub(super) struct Held(Arc<Served>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let tidies = &self.0.tidies;
+        tidies.is_done.store(false, Ordering::SeqCst);
+        *lock(&tidies.tried) = None;
+        tidies.is_held.store(false, Ordering::SeqCst);
     }
 }
 
@@ -92,6 +116,22 @@ impl Served {
         self.tidies.is_done.store(false, Ordering::SeqCst);
         *lock(&self.tidies.tried) = None;
         self.begin_tidying();
+    }
+
+    /// Has images stay as they are, for disks that move: waits for whoever is at it, and not for long.
+    pub(super) fn hold_tidying(self: &Arc<Self>) -> Result<Held, String> {
+        self.tidies.is_held.store(true, Ordering::SeqCst);
+        let held = Held(Arc::clone(self));
+        let until = Instant::now() + HOLD_WAIT;
+        // Who looked before this was so begins within a moment.
+        std::thread::sleep(LOOK_EVERY);
+        while self.tidies.works() {
+            if Instant::now() >= until {
+                return Err("images of deleted snapshots are being merged just now, and the storage takes long for that: try again".to_owned());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(held)
     }
 
     /// Begins to give up what nobody needs, unless a thread is at it, or nothing is left, or one has tried it just now.
@@ -137,7 +177,8 @@ impl Served {
 
     fn goes_on(&self, one: &One<'_>) -> bool {
         let has_ended = self.has_ended.load(Ordering::SeqCst) || one.disk.has_ended();
-        !has_ended && self.held().is_some()
+        let is_held = self.tidies.is_held.load(Ordering::SeqCst);
+        !has_ended && !is_held && self.held().is_some()
     }
 
     fn tidy(&self, index: usize, spec: &DiskSpec, freezes: &mut u32) -> Result<Looked, String> {
@@ -150,7 +191,7 @@ impl Served {
             own: own.as_fd(),
         };
         if !self.goes_on(&one) {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(Looked::Later(ENDED));
         }
         let place = one.place.get();
         let Some(images) = place.load_of(one.own)? else {
@@ -202,7 +243,7 @@ impl Served {
     ) -> Result<Looked, String> {
         match self.merge(one, images, pair)? {
             true => self.commit(one, tidying),
-            false => Ok(Looked::Later("its guest has ended")),
+            false => Ok(Looked::Later(ENDED)),
         }
     }
 
@@ -275,7 +316,7 @@ impl Served {
         let standing = self.hold_still(one)?;
         standing.settle().map_err(|error| error.to_string())?;
         if !self.merge(one, &images, (&images.top, image, false))? {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(Looked::Later(ENDED));
         }
         if !place.is_own(image)? {
             let mut below = place.open_unlocked(&images, image)?;
@@ -306,14 +347,8 @@ impl Served {
 
     /// Freezes a top of which nothing is to be kept, so that it can be copied while its guest writes to another one.
     fn freeze_one(&self, one: &One<'_>) -> Result<Looked, String> {
-        let _one = lock(&self.descriptions);
-        let all = All {
-            specs: vec![one.place.spec.clone()],
-            ..self.all()
-        };
-        let changed = all.prepare(Images::freeze, |_| None);
-        let changed = changed.map_err(|error| error.message)?;
-        self.freeze(&all, &changed).map_err(|error| error.message)?;
+        let frozen = self.freeze_alone(&one.place.spec);
+        frozen.map_err(|error| error.message)?;
         Ok(Looked::Further)
     }
 
