@@ -2,134 +2,16 @@
 
 mod disk_site;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{BYTES, LONG, LOOK_EVERY, Site, dies_at, has_died, progress};
+use anyhow::{Context as _, Result, ensure};
+use disk_site::snapshots::{
+    as_qemu_reads, delete, done, has_round, is_tidy, names, revert, start, stop, take, top, wish,
+};
+use disk_site::{Site, dies_at, has_died, progress};
 use godwit_testkit::guest::boot_disk;
-use godwit_types::SnapshotName;
-use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::snapshots::{Quiesce, SnapshotRequest, Snapshots, TakeSnapshot};
-use godwit_types::vm::VmState;
+use godwit_types::host_api::VmRequest;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Instant;
-
-fn named(name: &str) -> Result<SnapshotName> {
-    Ok(SnapshotName::new(name)?)
-}
-
-fn wish(name: &str) -> Result<TakeSnapshot> {
-    Ok(TakeSnapshot {
-        name: named(name)?,
-        text: String::new(),
-        quiesce: Quiesce::IfPossible,
-    })
-}
-
-fn take(site: &Site, name: &str) -> Result<String> {
-    done(site, &VmRequest::TakeSnapshot(wish(name)?))
-}
-
-fn delete(site: &Site, name: &str) -> Result<String> {
-    let name = named(name)?;
-    done(site, &VmRequest::DeleteSnapshot(SnapshotRequest { name }))
-}
-
-fn revert(site: &Site, name: &str) -> Result<String> {
-    let name = named(name)?;
-    done(site, &VmRequest::RevertSnapshot(SnapshotRequest { name }))
-}
-
-fn done(site: &Site, request: &VmRequest) -> Result<String> {
-    match site.pair.a.ask(request)? {
-        VmAnswer::Done(said) => Ok(said),
-        other => bail!("{other:?}"),
-    }
-}
-
-fn list(site: &Site) -> Result<Snapshots> {
-    match site.pair.a.ask(&VmRequest::Snapshots)? {
-        VmAnswer::Snapshots(snapshots) => Ok(snapshots),
-        other => bail!("{other:?}"),
-    }
-}
-
-fn names(site: &Site) -> Result<Vec<String>> {
-    let listed = list(site)?.snapshots.into_iter();
-    Ok(listed.map(|snapshot| snapshot.name.to_string()).collect())
-}
-
-/// Waits until nothing is left to be merged.
-fn is_tidy(site: &Site) -> Result<()> {
-    let deadline = Instant::now() + LONG;
-    while list(site)?.unneeded_images > 0 {
-        ensure!(
-            Instant::now() < deadline,
-            "{:?} is left",
-            site.images(&site.pair.a)?
-        );
-        std::thread::sleep(LOOK_EVERY);
-    }
-    Ok(())
-}
-
-/// Ends the guest where it stands; says which round it was in.
-fn stop(site: &Site) -> Result<u32> {
-    done(site, &VmRequest::Pause)?;
-    let round = progress(&site.pair.a)?.round;
-    done(site, &VmRequest::Stop { force: true })?;
-    site.pair.a.wait_state(VmState::Stopped, LONG)?;
-    Ok(round)
-}
-
-fn start(site: &Site) -> Result<()> {
-    done(site, &VmRequest::Start)?;
-    site.goes_on(&site.pair.a, 10)
-}
-
-/// A file that `qemu-img` makes of the image that is described as this one, by what the files themselves say.
-fn as_qemu_reads(site: &Site, image: &str) -> Result<PathBuf> {
-    let file = site.path.file_name().and_then(|name| name.to_str());
-    let file = file.context("a name")?;
-    let raw = site.path.with_extension("read");
-    let (format, from) = match image == file {
-        true => ("raw", site.path.clone()),
-        false => ("vmdk", site.path.with_file_name(format!("{image}.vmdk"))),
-    };
-    let mut command = Command::new("qemu-img");
-    command
-        .args(["convert", "-f", format, "-O", "raw"])
-        .arg(from)
-        .arg(&raw);
-    let made = command.output()?;
-    let said = String::from_utf8_lossy(&made.stderr);
-    ensure!(made.status.success(), "{said}");
-    ensure!(std::fs::metadata(&raw)?.len() == BYTES);
-    Ok(raw)
-}
-
-/// The image that the guest writes to, by the description that lies beside the disk's own.
-fn top(site: &Site) -> Result<String> {
-    let described = PathBuf::from(format!("{}.images", site.path.display()));
-    if !described.exists() {
-        return Ok("root.raw".into());
-    }
-    let described: serde_json::Value = serde_json::from_slice(&std::fs::read(described)?)?;
-    Ok(described["top"].as_str().context("no top")?.into())
-}
-
-/// What a guest finds that ended in this round.
-fn has_round(site: &Site, image: &str, round: u32) -> Result<()> {
-    let raw = as_qemu_reads(site, image)?;
-    let missing = boot_disk::missing(&File::open(&raw)?, round)?;
-    std::fs::remove_file(raw)?;
-    ensure!(
-        missing.is_none(),
-        "of round {round}, {missing:?} is missing in {image}"
-    );
-    Ok(())
-}
 
 #[test]
 fn snapshots_are_taken_and_deleted_under_a_guest_that_loses_nothing_and_leave_one_image()
