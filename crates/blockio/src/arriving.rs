@@ -12,12 +12,14 @@ use std::os::unix::fs::{FileExt, FileTypeExt as _, MetadataExt as _};
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use godwit_delta::Layout;
 use godwit_mirror::{Newest, overlap};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::Errno;
 use rustix::ioctl::{Setter, ioctl, opcode};
 
 use crate::delta::{Delta, Filling};
+use crate::filters::REGION;
 use crate::kept_room::KeptRoom;
 use crate::label::{self, Holds, Label};
 use crate::{Buffer, Error, Image};
@@ -43,14 +45,23 @@ pub struct Arriving {
     bytes: u64,
     /// and how long the file is.
     file_bytes: u64,
-    /// Where it is a delta, which is shorter than its file, and what it lies over.
-    over: Option<Filling>,
+    how: How,
     memory_alignment: usize,
     kept_room: KeptRoom,
     state: Mutex<State>,
     freed: Condvar,
     syncs: Mutex<Syncs>,
     synced: Condvar,
+}
+
+/// How the bytes of a disk lie in files.
+#[derive(Debug)]
+enum How {
+    Raw,
+    /// In a delta, which is shorter than its file, over others.
+    Over(Filling),
+    /// In several files, each of which begins at a multiple of this.
+    Files(u64, Vec<(File, u64)>),
 }
 
 /// Syncs of the image, one after the other.
@@ -149,7 +160,7 @@ impl Arriving {
             file: file.into(),
             bytes: image.bytes(),
             file_bytes: image.bytes(),
-            over: None,
+            how: How::Raw,
             memory_alignment: image.alignment().memory as usize,
             kept_room: KeptRoom::default(),
             state: Mutex::default(),
@@ -166,8 +177,35 @@ impl Arriving {
         Ok(Self {
             bytes: over.disk_bytes(),
             file_bytes: over.file_bytes(),
-            over: Some(over),
+            how: How::Over(over),
             ..Self::of(top.image())?
+        })
+    }
+
+    /// Fills these files, each of which begins at a multiple of [`stride_of`] the disk: its own image, and what lies over that and below its top.
+    pub fn files(own: &Image, over: &[Image]) -> Result<Self, Error> {
+        let stride = stride_of(own.bytes());
+        let file = |image: &Image| {
+            let file = image.as_fd().try_clone_to_owned();
+            let file = file.map_err(|source| Error::Image {
+                action: "open",
+                path: image.path().to_owned(),
+                source,
+            })?;
+            match image.bytes() <= stride {
+                true => Ok((File::from(file), image.bytes())),
+                false => Err(Error::Unusable {
+                    path: image.path().to_owned(),
+                    reason: "it is longer than its disk needs".to_owned(),
+                }),
+            }
+        };
+        let files = std::iter::once(own).chain(over).map(file);
+        let files = files.collect::<Result<Vec<_>, Error>>()?;
+        Ok(Self {
+            bytes: stride.saturating_mul(files.len() as u64),
+            how: How::Files(stride, files),
+            ..Self::of(own)?
         })
     }
 
@@ -240,9 +278,9 @@ impl Arriving {
             return Err(self.beyond(range));
         }
         // What fills a grain is read and written in one.
-        let held = match &self.over {
-            Some(_) => Filling::grains_of(range),
-            None => range.clone(),
+        let held = match &self.how {
+            How::Over(_) => Filling::grains_of(range),
+            How::Raw | How::Files(..) => range.clone(),
         };
         let mut state = self.lock();
         if below >= state.below.saturating_add(FORGET_EVERY) {
@@ -283,9 +321,10 @@ impl Arriving {
     /// Makes all that was carried out durable. Those who ask while a sync is under way have the next one done for all of them. The
     /// kernel tells of a failure once: every later sync fails, too, whoever has heard of it.
     pub fn sync(&self) -> Result<(), Error> {
-        self.sync_by(|file| match &self.over {
-            Some(over) => over.settle(),
-            None => fdatasync(file),
+        self.sync_by(|file| match &self.how {
+            How::Raw => fdatasync(file),
+            How::Over(over) => over.settle(),
+            How::Files(_, files) => files.iter().try_for_each(|(file, _)| fdatasync(file)),
         })
     }
 
@@ -329,45 +368,60 @@ impl Arriving {
     }
 
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
-        if let Some(over) = &self.over {
+        if let How::Over(over) = &self.how {
             return over.write(&self.kept_room, at, content);
         }
         let range = at..at.saturating_add(content.len() as u64);
-        self.kept_room.take(&self.file, &range)?;
+        let (file, range) = self.place_of(&range)?;
+        let at = range.start;
+        self.kept_room.take(file, &range)?;
         let address = content.as_ptr() as usize;
         if address.is_multiple_of(self.memory_alignment.max(1)) {
-            return self.file.write_all_at(content, at);
+            return file.write_all_at(content, at);
         }
         let mut aligned = Buffer::zeroed(content.len());
         aligned.bytes_mut().copy_from_slice(content);
-        self.file.write_all_at(aligned.bytes(), at)
+        file.write_all_at(aligned.bytes(), at)
+    }
+
+    /// The file in which these bytes are, and where in it. No change goes from one file to another.
+    fn place_of(&self, range: &Range<u64>) -> io::Result<(&File, Range<u64>)> {
+        let How::Files(stride, files) = &self.how else {
+            return Ok((&self.file, range.clone()));
+        };
+        let index = range.start / *stride;
+        let begins = index * *stride;
+        let inside = range.start - begins..range.end - begins;
+        let found = usize::try_from(index)
+            .ok()
+            .and_then(|index| files.get(index));
+        match found.filter(|(_, bytes)| inside.end <= *bytes) {
+            Some((file, _)) => Ok((file, inside)),
+            None => Err(io::Error::other("no file of the disk has such bytes")),
+        }
     }
 
     fn zero(&self, range: &Range<u64>) -> io::Result<()> {
-        if let Some(over) = &self.over {
+        if let How::Over(over) = &self.how {
             return over.zero(&self.kept_room, range);
         }
+        let (file, range) = self.place_of(range)?;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        match fallocate(
-            self.file.as_fd(),
-            flags,
-            range.start,
-            range.end - range.start,
-        ) {
+        match fallocate(file, flags, range.start, range.end - range.start) {
             Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP) => self.write_zeros(range),
+            Err(Errno::OPNOTSUPP) => self.write_zeros(file, &range),
             Err(error) => Err(error.into()),
         }
     }
 
-    fn write_zeros(&self, range: &Range<u64>) -> io::Result<()> {
+    fn write_zeros(&self, file: &File, range: &Range<u64>) -> io::Result<()> {
         let zeros = Buffer::zeroed(ZEROS);
         let mut at = range.start;
         while at < range.end {
             let len = (range.end - at).min(ZEROS as u64);
             let piece = zeros.bytes().get(..len as usize).unwrap_or_default();
-            self.kept_room.take(&self.file, &(at..at + len))?;
-            self.file.write_all_at(piece, at)?;
+            self.kept_room.take(file, &(at..at + len))?;
+            file.write_all_at(piece, at)?;
             at += len;
         }
         Ok(())
@@ -381,6 +435,12 @@ impl Arriving {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How far apart the files begin of which a disk of so many bytes consists.
+pub fn stride_of(bytes: u64) -> u64 {
+    let longest = Layout::of(bytes).map_or(bytes, |layout| layout.file_bytes());
+    longest.max(bytes).max(1).next_multiple_of(REGION)
 }
 
 /// As the kernel has it: FICLONERANGE.
@@ -410,99 +470,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Access;
-    use std::sync::Arc;
-    use std::sync::mpsc::channel;
-
-    #[test]
-    fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {
-        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
-        file.as_file().set_len(4096).unwrap();
-        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
-        let arriving = Arc::new(Arriving::of(&image).unwrap());
-        arriving.sync().unwrap();
-        let (began, has_begun) = channel();
-        let (fail, fails) = channel();
-        let slow = Arc::clone(&arriving);
-        let thread = std::thread::spawn(move || {
-            slow.sync_by(|_| {
-                began.send(()).unwrap();
-                fails.recv().unwrap();
-                Err(Errno::IO)
-            })
-        });
-        has_begun.recv().unwrap();
-        let later = Arc::clone(&arriving);
-        let later = std::thread::spawn(move || later.sync());
-        fail.send(()).unwrap();
-        assert!(thread.join().unwrap().is_err());
-        let refused = later.join().unwrap().unwrap_err().to_string();
-        assert!(refused.contains("Input/output error"), "{refused}");
-        assert!(arriving.sync().is_err());
-    }
-
-    #[test]
-    fn an_image_that_somebody_took_away_exchanged_or_cut_is_not_whole() {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let at = |name: &str| directory.path().join(name);
-        std::fs::write(at("image"), [7; 8192]).unwrap();
-        let image = Image::open(&at("image"), Access::ReadWrite, 512).unwrap();
-        let arriving = Arriving::of(&image).unwrap();
-        arriving.must_be_whole().unwrap();
-        std::fs::rename(at("image"), at("away")).unwrap();
-        let refused = || arriving.must_be_whole().unwrap_err();
-        assert!(refused().contains("is not the image any more"));
-        std::fs::write(at("image"), [7; 8192]).unwrap();
-        assert!(refused().contains("is not the image any more"));
-        std::fs::remove_file(at("image")).unwrap();
-        std::os::unix::fs::symlink(at("away"), at("image")).unwrap();
-        assert!(refused().contains("is not the image any more"));
-        std::fs::rename(at("away"), at("image")).unwrap();
-        arriving.must_be_whole().unwrap();
-        let cut = File::options().write(true).open(at("image")).unwrap();
-        cut.set_len(4096).unwrap();
-        assert!(refused().contains("4096 bytes by now in place of 8192"));
-    }
-
-    #[test]
-    fn those_who_ask_while_a_sync_is_under_way_have_one_done_for_all_of_them() {
-        const ASKERS: usize = 31;
-        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
-        file.as_file().set_len(4096).unwrap();
-        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
-        let arriving = Arriving::of(&image).unwrap();
-        let syncs = std::sync::atomic::AtomicUsize::new(0);
-        let count = || syncs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-        let (began, has_begun) = channel();
-        let (end, ends) = channel::<()>();
-        std::thread::scope(|scope| {
-            let (arriving, count) = (&arriving, &count);
-            scope.spawn(move || {
-                let first = arriving.sync_by(|_| {
-                    count();
-                    began.send(()).unwrap();
-                    ends.recv().unwrap();
-                    Ok(())
-                });
-                first.unwrap();
-            });
-            has_begun.recv().unwrap();
-            for _ in 0..ASKERS {
-                scope.spawn(move || {
-                    let asked = arriving.sync_by(|_| {
-                        count();
-                        Ok(())
-                    });
-                    asked.unwrap();
-                });
-            }
-            while lock(&arriving.syncs).waiting < ASKERS {
-                std::thread::yield_now();
-            }
-            end.send(()).unwrap();
-        });
-        assert_eq!(syncs.into_inner(), 2);
-    }
-}
+#[path = "arriving_tests.rs"]
+mod tests;

@@ -41,7 +41,7 @@ mod stack;
 mod under_way;
 
 pub use approach::{Approach, NO_NEARER, NOT_KEPT_UP, Nearer, Progress, switch_over};
-pub use arriving::Arriving;
+pub use arriving::{Arriving, stride_of};
 pub use bell::Bell;
 pub use bound::Bound;
 pub use buffer::Buffer;

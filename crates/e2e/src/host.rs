@@ -9,6 +9,7 @@ use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::host_api::{DISKS_FILE, HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::image::KnownImage;
 use godwit_types::migration::{DiskToMove, MigrationReport};
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::{Accelerator, DiskSpec, VmSpec, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use serde_json::Value;
@@ -138,9 +139,11 @@ impl Host {
             };
             // A block device has its length at its end or in its label.
             let end = End::ByLabel(None);
-            let bytes = label::length(std::fs::File::open(path)?.as_fd(), end)?;
+            let bytes = label::length(std::fs::File::open(&path)?.as_fd(), end)?;
             let name = disk.name.clone();
+            let layered = description_of(Path::new(&path)).exists();
             Ok(DiskToMove {
+                layered,
                 name,
                 bytes,
                 used_bytes: bytes,

@@ -165,6 +165,9 @@ pub struct DiskToMove {
     /// Bytes that its image occupies at the source.
     #[serde(default)]
     pub used_bytes: u64,
+    /// Whether it has snapshots, or images of deleted ones, and consists of several images.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub layered: bool,
 }
 
 /// What the controller gives to both hosts before a migration begins.

@@ -6,7 +6,7 @@
 //!
 //! | bytes | field |
 //! |---|---|
-//! | 0 | which disk of the VM, from 0 |
+//! | 0 | which disk of the VM, from 0; with 128 added, what lies below its top |
 //! | 1 | 1: the bytes follow in the next record; 2: they are zero; 3: none changes, those of earlier changes become durable |
 //! | 2 | 1: the guest waits for it, so that the source is to hear of it at once; else 0 |
 //! | 3..8 | zero |
@@ -39,10 +39,13 @@ pub enum ChangeKind {
     Flushed,
 }
 
+/// Beside the number of a disk with snapshots: the files below its top, one after the other.
+pub const BELOW: u8 = 0x80;
+
 /// Bytes of one of the VM's disks that are now others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskChange {
-    /// Which of the VM's disks, from 0.
+    /// Which of the VM's disks, from 0; with [`BELOW`] what lies below its top.
     pub disk: u8,
     pub kind: ChangeKind,
     /// Whether the source is to hear at once that it was carried out, since the guest waits for it.
@@ -101,7 +104,7 @@ impl DiskChange {
         else {
             return refuse("it has another length", bytes.len());
         };
-        if usize::from(*disk) >= DISKS_MAX {
+        if usize::from(*disk & !BELOW) >= DISKS_MAX {
             return refuse("no VM has so many disks", 0);
         }
         let kind = match *kind {
@@ -189,6 +192,7 @@ mod tests {
         };
         let cases = [
             (altered(0, 64), "so many disks"),
+            (altered(0, BELOW | 64), "so many disks"),
             (altered(1, 0), "unknown kind"),
             (altered(1, 3), "flush with a range"),
             (altered(1, 4), "unknown kind"),

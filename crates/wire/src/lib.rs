@@ -38,7 +38,7 @@ pub mod record;
 #[cfg(test)]
 mod tests;
 
-pub use blocks::{ChangeKind, DiskChange};
+pub use blocks::{BELOW, ChangeKind, DiskChange};
 pub use channel::{ChannelId, Direction};
 pub use error::{Blame, WireError};
 pub use godwit_types::migration::Cipher;

@@ -15,6 +15,7 @@ use godwit_qemu::holding::device_must_be_nobodys;
 use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::migration::DiskToMove;
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
@@ -79,12 +80,39 @@ fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
         }
         (true, _) => {}
     }
-    let (bytes, used_bytes) = length_and_use(&file, end).map_err(told)?;
+    let (bytes, own_bytes) = length_and_use(&file, end).map_err(told)?;
+    let layered = !is_device && description_of(at).symlink_metadata().is_ok();
+    let used_bytes = match layered {
+        true => own_bytes.saturating_add(beside(at)),
+        false => own_bytes,
+    };
     Ok(DiskToMove {
+        layered,
         name: disk.name.clone(),
         bytes,
         used_bytes,
     })
+}
+
+/// Bytes that the images take which may lie over this one.
+fn beside(image: &Path) -> u64 {
+    let own = image.file_name().and_then(|name| name.to_str());
+    let (Some(own), Some(names)) = (own, image.parent().and_then(|above| above.read_dir().ok()))
+    else {
+        return 0;
+    };
+    let is_over = |name: &str| {
+        let number = name
+            .strip_prefix(own)
+            .and_then(|rest| rest.strip_prefix(".d"));
+        number.is_some_and(|number| number.ends_with("-sesparse.vmdk"))
+    };
+    let taken = names.flatten().filter_map(|entry| {
+        let is_over = entry.file_name().to_str().is_some_and(is_over);
+        let found = is_over.then(|| entry.metadata().ok()).flatten()?;
+        Some(found.blocks().saturating_mul(512))
+    });
+    taken.sum()
 }
 
 /// Bytes that the disks before this one take, by the numbers of their file systems.
@@ -284,6 +312,7 @@ mod tests {
         let disk = DiskSpec::new("root", dir.path().join("root.raw").to_str().unwrap());
         let said = |bytes| {
             let sizes = [DiskToMove {
+                layered: false,
                 name: disk.name.clone(),
                 bytes,
                 used_bytes: 0,
@@ -315,6 +344,7 @@ mod tests {
         let store = DatastoreName::new("fast").unwrap();
         let stores = Datastores::from([(store, Datastore::new(path, false))]);
         let sizes = [DiskToMove {
+            layered: false,
             name: "root".into(),
             bytes: 1 << 30,
             used_bytes: 0,
@@ -354,6 +384,7 @@ mod tests {
         let path = place.join("web-root.raw");
         let disk = DiskSpec::new("root", path.to_str().unwrap());
         let sizes = [DiskToMove {
+            layered: false,
             name: disk.name.clone(),
             bytes: 8 << 20,
             used_bytes: 0,
@@ -392,6 +423,7 @@ mod tests {
         let mut has_place = |name: &str| {
             let disk = DiskSpec::new(name, dir.path().join(name).to_str().unwrap());
             let size = DiskToMove {
+                layered: false,
                 name: disk.name.clone(),
                 bytes: 1 << 30,
                 used_bytes,

@@ -153,11 +153,6 @@ impl Delta {
         }
     }
 
-    /// Whether nothing is written to it any more.
-    pub fn is_frozen(&self) -> bool {
-        self.label.in_use == Use::Frozen
-    }
-
     /// A last round: from here on it is complete by its tables alone, and read-only. It stays open, as a parent. Nothing may be under way,
     /// and nothing may be written to it any more.
     pub fn freeze(&mut self) -> Result<(), Error> {
@@ -473,6 +468,13 @@ impl Stack<Engine> {
         let layers = self.bottom.layers()?;
         Some(std::mem::take(&mut layers.0))
     }
+}
+
+/// Whether nothing is written any more to the delta that has this extent, which must be this one.
+pub fn is_frozen((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<bool, Error> {
+    let found = Found::of(Image::of(file, path, Access::ReadOnly, block_bytes)?)?;
+    found.must_be(id)?;
+    Ok(found.label.in_use == Use::Frozen)
 }
 
 /// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.

@@ -30,6 +30,8 @@ pub struct Still<'a> {
     outlet: Box<dyn Outlet>,
     course: &'a Course,
     file: File,
+    /// Where its first byte is at the other side.
+    begins: u64,
     /// What is to be copied, in whole regions, none of them empty,
     left: VecDeque<Range<u64>>,
     /// and how much that is.
@@ -56,12 +58,19 @@ impl<'a> Still<'a> {
             outlet,
             course,
             file: file.map_err(|source| failed("open", source))?.into(),
+            begins: 0,
             left: VecDeque::new(),
             left_bytes: 0,
         };
         data.into_iter().for_each(|range| still.add(range));
         still.tell_left();
         Ok(still)
+    }
+
+    /// Its first byte is this one at the other side, which has several files one after the other.
+    #[must_use]
+    pub fn at(self, begins: u64) -> Self {
+        Self { begins, ..self }
     }
 
     /// Bytes that are still to be given.
@@ -117,8 +126,12 @@ impl<'a> Still<'a> {
     }
 
     fn clip(&self, range: &Range<u64>) -> Range<u64> {
-        let start = range.start / REGION * REGION;
-        start..range.end.next_multiple_of(REGION).min(self.image.bytes())
+        let own = |at: u64| at.saturating_sub(self.begins);
+        let start = own(range.start) / REGION * REGION;
+        start
+            ..own(range.end)
+                .next_multiple_of(REGION)
+                .min(self.image.bytes())
     }
 
     /// Whether one more region may be read; counts for what it is waited.
@@ -163,7 +176,7 @@ impl<'a> Still<'a> {
         let now = Instant::now();
         lock(&self.course.0.wait_times).reads += now.saturating_duration_since(began);
         let to = (self.course, &mut *self.outlet);
-        give_copy(to, piece.start, &Arc::new(buffer), now);
+        give_copy(to, self.begins + piece.start, &Arc::new(buffer), now);
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty,
+    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty, is_frozen,
 };
 use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
@@ -245,6 +245,13 @@ impl Place<'_> {
         let path = self.extent(name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
         opened.map_err(|error| error.to_string())
+    }
+
+    /// Whether nothing is written to it any more.
+    pub(super) fn is_frozen(&self, images: &Images, name: &str) -> Result<bool, String> {
+        let (file, id) = self.open_extent(images, name, true)?;
+        let looked = is_frozen((file, &self.extent(name)), id, BLOCK);
+        looked.map_err(|error| error.to_string())
     }
 
     /// Without a lock: the one on the disk's own image is for all that lie over it.

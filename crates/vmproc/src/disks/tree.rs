@@ -386,7 +386,7 @@ impl Place<'_> {
         let chain = images.chain(&images.top);
         let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
         for (name, _) in deltas.filter(|(name, _)| **name != images.top) {
-            if self.open_unlocked(images, name)?.is_frozen() {
+            if self.is_frozen(images, name)? {
                 continue;
             }
             if chain.contains(&name.as_str()) {
