@@ -10,6 +10,11 @@
 //!                              <-------------------   Begun{set}
 //!                              <-------------------   Prepared             only if asked for: all memory is allocated
 //!   Variables{..}*             ------------------->     of a VM with UEFI: its file is whole and durable there
+//!   Layers{disk, images}       ------------------->     of each disk with snapshots (from version 7 on)
+//!                              <-------------------   LayersBegun{disk}
+//!   channels of disks: what lies below their tops
+//!   LayersSent{disk}           ------------------->
+//!                              <-------------------   LayersReady{disk}    durable there
 //!   data channels: pages of iteration 1; channels of disks: changes, all the time until the guest stops
 //!                              <-------------------   Applied{channel, records}   every few ms of traffic,
 //!                                                       ChangesApplied of each channel of disks
@@ -51,7 +56,7 @@ use godwit_types::Generation;
 use godwit_types::console::ConsoleKept;
 use godwit_types::version::MIGRATION;
 #[cfg(doc)]
-use godwit_types::version::MIGRATION_WITH_CONSOLE;
+use godwit_types::version::{MIGRATION_WITH_CONSOLE, MIGRATION_WITH_SNAPSHOTS};
 use godwit_types::vm::DISKS_MAX;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -72,6 +77,8 @@ pub const WARM_LEN_MAX: usize = 64 << 10;
 pub const VARIABLES_LEN_MAX: usize = 256 << 10;
 /// Most bytes of UEFI variables.
 pub const VARIABLES_WHOLE_MAX: u64 = 8 << 20;
+/// Longest text that says what a disk with snapshots consists of, bytes.
+pub const LAYERS_LEN_MAX: usize = 256 << 10;
 /// Largest figure (a share, milliseconds, seconds) that a peer may report: 31 years in seconds.
 pub const FIGURE_MAX: f64 = 1e9;
 
@@ -120,6 +127,19 @@ pub enum ToDestination {
         bytes: Vec<u8>,
         /// Whether no other piece follows: what came is made durable.
         last: bool,
+    },
+    /// What a disk consists of that has snapshots, as its source has it frozen: all below its top follows on the channels of disks, and is written by nobody
+    /// any more. Only from version [`MIGRATION_WITH_SNAPSHOTS`] on.
+    Layers {
+        /// Its place in the VM.
+        disk: u8,
+        /// The description that lies beside the disk's own image, at most [`LAYERS_LEN_MAX`] bytes.
+        images: String,
+    },
+    /// All of that has been carried out: changes of its top follow.
+    LayersSent {
+        /// Its place in the VM.
+        disk: u8,
     },
     /// The guest at the source has been stopped: from here on time counts.
     Stopped,
@@ -206,6 +226,16 @@ pub enum ToSource {
     Prepared {
         /// How long that took, s.
         seconds: f64,
+    },
+    /// There is a place for what lies below the top of this disk.
+    LayersBegun {
+        /// Its place in the VM.
+        disk: u8,
+    },
+    /// All of it is durable there, and a top lies over it.
+    LayersReady {
+        /// Its place in the VM.
+        disk: u8,
     },
     /// Cumulative: so many records of the channel are applied.
     Applied {
@@ -330,6 +360,14 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
             return Err(ProtocolError::OutOfBounds("the number of channels"));
         }
         ToDestination::Addresses { cards } => addresses::check(cards)?,
+        ToDestination::Layers { disk, .. } | ToDestination::LayersSent { disk }
+            if usize::from(*disk) >= DISKS_MAX =>
+        {
+            return Err(ProtocolError::OutOfBounds("the place of a disk"));
+        }
+        ToDestination::Layers { images, .. } if images.len() > LAYERS_LEN_MAX => {
+            return Err(ProtocolError::OutOfBounds("the images of a disk"));
+        }
         ToDestination::Mirrored { disks } if disks.len() > DISKS_MAX => {
             return Err(ProtocolError::OutOfBounds("the number of disks"));
         }
@@ -436,6 +474,20 @@ mod tests {
         assert_eq!(encode(&told(false)), bare);
         let wished = encode(&told(true));
         assert_eq!(decode_to_destination(&wished, 10), Ok(told(true)));
+    }
+
+    #[test]
+    fn what_a_disk_consists_of_is_bounded() {
+        let layers = |disk, len| ToDestination::Layers {
+            disk,
+            images: "x".repeat(len),
+        };
+        let decode = |disk, len| decode_to_destination(&encode(&layers(disk, len)), 10);
+        assert_eq!(decode(0, LAYERS_LEN_MAX), Ok(layers(0, LAYERS_LEN_MAX)));
+        assert!(decode(0, LAYERS_LEN_MAX + 1).is_err());
+        assert!(decode(DISKS_MAX as u8, 1).is_err());
+        let sent = encode(&ToDestination::LayersSent { disk: 200 });
+        assert!(decode_to_destination(&sent, 10).is_err());
     }
 
     #[test]

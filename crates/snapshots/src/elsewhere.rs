@@ -2,7 +2,7 @@
 //!
 //! Pure, owns nothing. Refuses images that several VMs have: whoever moves a disk moves what is its own.
 
-use crate::{Fresh, Images, Kind, Refusal};
+use crate::{Images, Kind, Refusal};
 use std::collections::BTreeMap;
 
 /// What a disk consists of at another place.
@@ -72,21 +72,12 @@ impl Images {
         let images = now.checked()?;
         Ok(Elsewhere { images, names })
     }
-
-    /// The identity and the name of what is made for the top of a disk that moves.
-    pub fn top_of_it(&self) -> Option<Fresh> {
-        let id = self.images.get(&self.top)?.id.clone()?;
-        Some(Fresh {
-            name: self.top.clone(),
-            id,
-        })
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Snapshot;
+    use crate::{Fresh, Snapshot};
     use godwit_types::SnapshotName;
 
     fn fresh(number: u32) -> Fresh {
@@ -141,8 +132,8 @@ mod tests {
         assert_eq!(images.after, here.after);
         assert_eq!(images.chain(&images.top).len(), here.chain(&here.top).len());
         assert!(images.leaving.is_empty() && images.mark == mark);
-        let top = images.top_of_it().unwrap();
-        assert_eq!(top.id, "9".repeat(32));
+        let top = &images.images[&images.top];
+        assert_eq!(top.id, Some("9".repeat(32)));
         for (name, new) in &names {
             assert_eq!(images.images[new].id, here.images[name].id);
         }

@@ -15,13 +15,16 @@ pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 pub const PROTOCOL: Range = Range { min: 1, max: 1 };
 
 /// The control channel of a migration: both sides speak the same one, the newest that both know.
-pub const MIGRATION: Range = Range { min: 4, max: 6 };
+pub const MIGRATION: Range = Range { min: 4, max: 7 };
 
 /// From this version of [`MIGRATION`] on the text of the guest's serial console goes along.
 pub const MIGRATION_WITH_CONSOLE: u32 = 5;
 
 /// From this version of [`MIGRATION`] on a destination tells at once of changes of disks for which the guest waits, and carries out flushes.
 pub const MIGRATION_WITH_AWAITED_CHANGES: u32 = 6;
+
+/// From this version of [`MIGRATION`] on disks go along with their snapshots.
+pub const MIGRATION_WITH_SNAPSHOTS: u32 = 7;
 
 /// Header of every request between machines: from which to which version of [`PROTOCOL`] its sender speaks.
 pub const PROTOCOL_HEADER: &str = "godwit-protocol";

@@ -10,6 +10,7 @@ mod activity;
 mod came;
 mod claim;
 mod cleaning;
+mod coming;
 mod described;
 mod devices;
 mod entry;
@@ -24,6 +25,7 @@ mod keeping;
 mod kept;
 mod labelled;
 mod layers;
+mod leaving;
 mod left;
 mod making;
 mod moving;
@@ -73,6 +75,7 @@ use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::{Disk, Handover};
 use served::{Arrival, Served};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
@@ -122,6 +125,7 @@ impl Disks {
         take_newest(&mut before.known, left::of_shared(said.cloned(), &disks));
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
+            leaving_parts: BTreeMap::new(),
             launch,
             ram: ram.identity().map_err(memory)?,
             uid: user.uid,
@@ -208,7 +212,7 @@ impl Disks {
         self.0.keep_written(spec).map_err(internal)
     }
 
-    /// A disk that consists of several images, which do not go to another host together yet.
+    /// A disk that consists of several images.
     pub(crate) fn with_snapshots(&self) -> Option<String> {
         lock(&self.0.layered).iter().next().cloned()
     }
@@ -430,6 +434,7 @@ impl ServedDisks {
             left: Vec::new(),
             known: Vec::new(),
             labelled: Vec::new(),
+            leaving_parts: BTreeMap::new(),
             plain: Vec::new(),
         }
     }

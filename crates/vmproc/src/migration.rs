@@ -30,6 +30,7 @@ use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
     Side,
 };
+use godwit_types::version::MIGRATION_WITH_SNAPSHOTS;
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, bytes_per_s};
 use godwit_wire::Spec;
@@ -149,7 +150,7 @@ impl Vm {
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
         empty(&hyper.ram).map_err(internal)?;
-        let disks = hyper.disks.clone();
+        let (disks, layered) = (hyper.disks.clone(), hyper.disks.clone());
         let report = self.new_report(spec, Side::Destination)?;
         let control = ControlSlot::default();
         let parts = DestinationParts {
@@ -157,6 +158,7 @@ impl Vm {
             memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
             disks: hyper.disks.filling(),
             keep_disks: Box::new(move |attempt| disks.are_whole(attempt)),
+            take_layers: Box::new(move |place, said| layered.take_layers(place, said)),
             qemu: WaitingQemu {
                 machine: Arc::clone(&hyper.machine),
                 stream,
@@ -184,7 +186,9 @@ impl Vm {
         self.refuse_cancelled(&spec.id)?;
         self.refuse_while_moving()?;
         self.refuse_while_disks_move()?;
-        self.refuse_with_snapshots()?;
+        if agreed_protocol(spec)? < MIGRATION_WITH_SNAPSHOTS {
+            self.refuse_with_snapshots(&spec.destination.host)?;
+        }
         self.refuse_while_full()?;
         self.follow_disks();
         self.spec

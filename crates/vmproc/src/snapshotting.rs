@@ -10,7 +10,7 @@ use crate::guest::Guest;
 use crate::vm::Vm;
 use godwit_types::host_api::VmAnswer;
 use godwit_types::snapshots::{Quiesce, Snapshots, TakeSnapshot};
-use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use godwit_types::{ApiError, ErrorCode, HostName, SnapshotName};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
@@ -68,23 +68,17 @@ impl Vm {
         })
     }
 
-    /// Why its disks do not go to another host, if they do not.
-    pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
-        let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
-        let disk = disks.with_snapshots()?;
+    /// Refuses to leave for a host that does not know what a disk with snapshots is.
+    pub(crate) fn refuse_with_snapshots(&self, to: &HostName) -> Result<(), ApiError> {
+        let disks = self.hyper.as_ref().map(|hyper| &hyper.disks);
+        let Some(disk) = disks.and_then(Disks::with_snapshots) else {
+            return Ok(());
+        };
         let vm = &self.config.vm;
-        Some(format!(
-            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
-        ))
-    }
-
-    pub(crate) fn refuse_with_snapshots(&self) -> Result<(), ApiError> {
-        match self.keeps_for_snapshots() {
-            None => Ok(()),
-            Some(why) => {
-                Err(ApiError::new(ErrorCode::NotMigratable, why).on_host(&self.config.host))
-            }
-        }
+        let message = format!(
+            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, and Godwit on host '{to}' is of a version that takes none along: install a newer one there, or delete its snapshots first ('godwit vm snapshot list {vm}')"
+        );
+        Err(ApiError::new(ErrorCode::Incompatible, message).on_host(&self.config.host))
     }
 
     fn must_be_at_rest(&self, which: Which, name: &SnapshotName) -> Result<AtRest, ApiError> {

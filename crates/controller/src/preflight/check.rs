@@ -11,7 +11,7 @@ use godwit_types::datastore::is_device_path;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
-use godwit_types::version::{Build, Speaks, cannot_migrate};
+use godwit_types::version::{Build, MIGRATION_WITH_SNAPSHOTS, Speaks, cannot_migrate};
 use godwit_types::vm::{Accelerator, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -155,6 +155,7 @@ fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
         found.push(Finding::Known(error));
     }
     found.extend(no_common_version(facts).map(Finding::Known));
+    found.extend(without_snapshots(facts).map(Finding::Known));
     found.extend(no_common_family(source, destination).map(Finding::Known));
     let cipher = decide_cipher(&vm.spec, facts.wish, source, destination);
     let cipher = cipher.unwrap_or_else(|error| {
@@ -186,6 +187,28 @@ fn no_common_version(facts: &Facts) -> Option<ApiError> {
         &there,
     )?;
     Some(ApiError::new(ErrorCode::Incompatible, why).on_host(&destination.name))
+}
+
+/// Both hosts have to know how disks go along that have snapshots.
+fn without_snapshots(facts: &Facts) -> Option<ApiError> {
+    let disk = facts.disks.iter().find(|disk| disk.layered)?;
+    let (vm, destination) = (vm_process(&facts.vm), &facts.destination);
+    let common = vm.speaks.migration.common(destination.speaks.migration);
+    if common.is_none_or(|common| common >= MIGRATION_WITH_SNAPSHOTS) {
+        return None;
+    }
+    let way_out = match vm.speaks.migration.max < MIGRATION_WITH_SNAPSHOTS {
+        true => format!(
+            "renew its VM process with 'godwit vm renew {}'",
+            facts.vm.spec.name
+        ),
+        false => format!("install Godwit {} on host {}", vm.version, destination.name),
+    };
+    let message = format!(
+        "disk '{}' of VM {} has snapshots, which host {}, Godwit {}, and the VM process, Godwit {}, do not take along together: {way_out}, or delete its snapshots first",
+        disk.name, facts.vm.spec.name, destination.name, destination.version, vm.version
+    );
+    Some(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.name))
 }
 
 fn no_common_family(source: &HostInfo, destination: &HostInfo) -> Option<ApiError> {

@@ -10,7 +10,7 @@ use godwit_blockio::{Arriving, Buffer};
 use godwit_migrate::protocol::{CHANGE_CHANNELS_MAX, ToSource};
 use godwit_transport::{Closer, Connection, Meter, Patience, RecordReader, TransportError};
 use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX, RecordKind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,9 @@ use crate::control::SharedControl;
 /// that is slow, and not for one that is silent.
 const TOLD_EVERY: Duration = Duration::from_millis(100);
 
-/// The images that are to be filled, by the disk's place in the VM; `None`: one that stays, or is there already.
-pub type Disks = Arc<Vec<Option<Arriving>>>;
+/// The images that are to be filled, by the disk's place in the VM, and by that with [`godwit_wire::BELOW`] what lies below a top; empty: one that stays,
+/// is there already, or is not known yet.
+pub type Disks = Arc<Vec<OnceLock<Arriving>>>;
 
 /// Tells the source at once that so many records of a channel, by its index, are carried out.
 pub type TellApplied = Arc<dyn Fn(u32, u64) -> Result<(), TransportError> + Send + Sync>;
@@ -83,7 +84,8 @@ impl ChangeChannels {
     /// So many will come, on which later numbers than ever before are sent.
     pub fn begin(&mut self, expected: u32) {
         self.expected = expected as usize;
-        self.disks.iter().flatten().for_each(Arriving::begin_anew);
+        let disks = self.disks.iter().filter_map(OnceLock::get);
+        disks.for_each(Arriving::begin_anew);
     }
 
     /// Whether all have come.
@@ -187,7 +189,7 @@ impl ChangeChannels {
 
     /// Makes everything durable that has come.
     pub fn sync(&self) -> Result<(), String> {
-        let mut disks = self.disks.iter().flatten();
+        let mut disks = self.disks.iter().filter_map(OnceLock::get);
         let synced = disks.try_for_each(Arriving::sync);
         synced.map_err(|error| error.to_string())
     }
@@ -241,7 +243,7 @@ impl ChangeReceiver {
     fn carry_out(&self, change: &DiskChange) -> Result<(), ReceiveError> {
         let disk = self.disks.get(usize::from(change.disk));
         let disk = disk
-            .and_then(Option::as_ref)
+            .and_then(OnceLock::get)
             .ok_or(ReceiveError::OutOfPlace)?;
         let began = Instant::now();
         if change.kind == ChangeKind::Flushed {

@@ -14,7 +14,7 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use super::handle::{Command, DestinationParts, KeepDisks, WaitingQemu};
+use super::handle::{Command, DestinationParts, KeepDisks, TakeLayers, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
 use crate::input::{News, Tell};
@@ -104,6 +104,7 @@ pub(super) struct DestinationDriver {
     pub(super) memory: Arc<Memory>,
     pub(super) disks: Disks,
     pub(super) keep_disks: KeepDisks,
+    pub(super) take_layers: TakeLayers,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
@@ -139,6 +140,7 @@ impl DestinationDriver {
             memory: parts.memory,
             disks: parts.disks,
             keep_disks: parts.keep_disks,
+            take_layers: parts.take_layers,
             report: parts.report,
             control: parts.control,
             variables: parts.variables,

@@ -18,6 +18,9 @@ use std::thread::JoinHandle;
 /// Writes down that all disks are here.
 pub(crate) type KeepDisks = Box<dyn Fn(Generation) -> Result<(), ApiError> + Send>;
 
+/// Hears of the disk at this place what it consists of, or, without that, that all below its top was sent; makes a place for it, or makes it durable.
+pub(crate) type TakeLayers = Box<dyn Fn(u8, Option<&str>) -> Result<(), String> + Send>;
+
 /// A QEMU that waits for its device state.
 #[derive(Debug)]
 pub(crate) struct WaitingQemu {
@@ -41,6 +44,7 @@ pub(crate) struct DestinationParts {
     pub disks: Disks,
     /// Writes down that all disks are here, for who holds the VM under this generation.
     pub keep_disks: KeepDisks,
+    pub take_layers: TakeLayers,
     pub qemu: WaitingQemu,
     pub report: SharedReport,
     pub control: ControlSlot,

@@ -12,6 +12,7 @@ use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::DeviceStateError;
 use godwit_transport::{Incoming, TransportError};
+use godwit_wire::BELOW;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -89,9 +90,10 @@ impl DestinationDriver {
         set: &ConnectionSet,
         attempt: godwit_types::Generation,
     ) -> Result<(), Halt> {
-        let places = self.disks.iter().enumerate();
+        // What lies below tops was whole before these came.
+        let places = self.disks.iter().take(usize::from(BELOW)).enumerate();
         let wanted = places.filter_map(|(place, disk)| {
-            let bytes = disk.as_ref()?.bytes();
+            let bytes = disk.get()?.bytes();
             u8::try_from(place).ok().map(|place| (place, bytes))
         });
         if !wanted.eq(set.mirrored.iter().copied()) {

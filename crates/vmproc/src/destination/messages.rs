@@ -6,7 +6,7 @@ use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, h
 use crate::faults::planted;
 use crate::input::News;
 use godwit_migrate::protocol::{Extent, ToDestination, ToSource};
-use godwit_types::migration::Phase;
+use godwit_types::migration::{MigrationReport, Phase};
 use std::sync::Arc;
 
 impl DestinationDriver {
@@ -31,15 +31,7 @@ impl DestinationDriver {
                 Ok(())
             }
             ToDestination::Barrier { iteration, sent } => self.barrier(set, iteration, sent),
-            ToDestination::Stopped => {
-                if set.stage != Stage::Precopy {
-                    return Err(Halt::Failed("the source stopped its guest twice".into()));
-                }
-                set.stage = Stage::Stopped;
-                self.report
-                    .update(|report| report.phase = Phase::Switchover);
-                Ok(())
-            }
+            ToDestination::Stopped => self.stopped(set),
             ToDestination::Addresses { cards } => {
                 // Once is enough: each is written to a file.
                 if !std::mem::replace(&mut set.addresses_known, true) {
@@ -50,6 +42,14 @@ impl DestinationDriver {
             ToDestination::Mirrored { disks } => {
                 set.mirrored = disks;
                 Ok(())
+            }
+            ToDestination::Layers { disk, images } => self.layers(
+                set,
+                (disk, Some(images.as_str())),
+                &ToSource::LayersBegun { disk },
+            ),
+            ToDestination::LayersSent { disk } => {
+                self.layers(set, (disk, None), &ToSource::LayersReady { disk })
             }
             ToDestination::Variables { at, bytes, last } => {
                 let control = Arc::clone(&set.control);
@@ -90,6 +90,29 @@ impl DestinationDriver {
             set.missing_pages += self.memory.ram.without_memory(*first..first + count);
         }
         Ok(())
+    }
+
+    fn stopped(&self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if set.stage != Stage::Precopy {
+            return Err(Halt::Failed("the source stopped its guest twice".into()));
+        }
+        set.stage = Stage::Stopped;
+        let update = |report: &mut MigrationReport| report.phase = Phase::Switchover;
+        self.report.update(update);
+        Ok(())
+    }
+
+    /// Storage may take long for it.
+    fn layers(
+        &self,
+        set: &ConnectionSet,
+        (disk, images): (u8, Option<&str>),
+        answer: &ToSource,
+    ) -> Result<(), Halt> {
+        let control = Arc::clone(&set.control);
+        let taken = control.alive_while(LIFE_EVERY, || (self.take_layers)(disk, images));
+        taken.map_err(Halt::Failed)?;
+        control.send(answer).map_err(halt_of)
     }
 
     fn take_variables(&mut self, at: u64, bytes: &[u8], last: bool) -> Result<(), Halt> {

@@ -9,6 +9,7 @@ use super::Disks;
 use super::entry::{Entry, Found};
 use super::images::{along, arrival, arriving_path, forget, remove};
 use super::labelled::{Whose, arriving_name, keep_part, let_go, name_in, part_at};
+use super::parts::Parts;
 use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
@@ -17,9 +18,11 @@ pub(crate) use godwit_ownership::CameSource as Source;
 use godwit_ownership::{CameEnd, CameFound, CameImage};
 use godwit_store::load_json;
 use godwit_types::datastore::is_device_path;
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
@@ -37,6 +40,9 @@ pub(crate) struct Arrival {
     /// Whether this host held the VM under that one: they are its disks from then on, whatever generation follows.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) ours: bool,
+    /// What else belongs to those with snapshots, by the disks' names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) parts: BTreeMap<String, Parts>,
     /// Whether a person said that the host from which they come is gone for good.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) source_gone: bool,
@@ -57,6 +63,7 @@ impl Arrival {
             migration: migration.clone(),
             whole: None,
             ours: false,
+            parts: BTreeMap::new(),
             source_gone: false,
             is_here: false,
         }
@@ -261,7 +268,8 @@ impl Came<'_> {
             );
         }
         match self.judge(source, found) {
-            CameEnd::Removed => remove(Path::new(&path)),
+            // The image is last: as long as it is there it is tried again.
+            CameEnd::Removed => self.parts_are_gone() && remove(Path::new(&path)),
             CameEnd::Kept => self.keep_file(aside),
             CameEnd::Stays if found == CameFound::Away => {
                 let away = io::Error::other("the file system that it is on is not mounted there");
@@ -280,6 +288,17 @@ impl Came<'_> {
     fn judge(&self, source: Source, found: CameFound) -> CameEnd {
         let is_whole = self.arrival.whole.is_some();
         CameImage { source, is_whole }.judge(found)
+    }
+
+    /// What else came of it, if it has snapshots.
+    fn parts(&self) -> Option<&Parts> {
+        let parts = self.arrival.parts.get(&self.disk.name);
+        parts.filter(|parts| !parts.is_none())
+    }
+
+    fn parts_are_gone(&self) -> bool {
+        let own = Path::new(&self.disk.path);
+        self.parts().is_none_or(|parts| parts.remove(own))
     }
 
     fn keep_file(&self, aside: &mut Aside) -> bool {
@@ -364,7 +383,8 @@ impl Came<'_> {
             None => true,
         };
         Ok(match size {
-            Some((_, 0)) => (CameFound::Empty, 0),
+            // What its snapshots hold is in other files.
+            Some((_, 0)) if self.parts().is_none() => (CameFound::Empty, 0),
             Some((_, taken)) => (CameFound::Something, taken),
             None if is_away => (CameFound::Away, 0),
             None => (CameFound::Nothing, 0),
@@ -406,6 +426,7 @@ impl Came<'_> {
             if found == Found::Nothing {
                 match entry.take_from(came.file_name().unwrap_or_default()) {
                     Ok(()) => {
+                        self.keep_description(&kept)?;
                         entry.sync()?;
                         return Ok(Some(kept));
                     }
@@ -413,6 +434,7 @@ impl Came<'_> {
                     // A predecessor gave it the last name that is taken.
                     Err(error) if error.kind() == io::ErrorKind::NotFound => {
                         if let Some(taken) = &taken {
+                            self.keep_description(taken)?;
                             Entry::at(Path::new(taken))?.sync()?;
                         }
                         return Ok(taken);
@@ -429,6 +451,22 @@ impl Came<'_> {
         )))
     }
 
+    /// What its snapshots are lies beside the image that is kept; their files stay where they are.
+    fn keep_description(&self, kept: &str) -> io::Result<()> {
+        if self.parts().is_none() {
+            return Ok(());
+        }
+        let (from, to) = (
+            description_of(Path::new(&self.disk.path)),
+            description_of(Path::new(kept)),
+        );
+        let entry = Entry::at(&to)?;
+        match entry.take_from(from.file_name().unwrap_or_default()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Where it is, what it is, and what a person does with it; `durable` is what came of making it so.
     fn told_kept(&self, path: &str, durable: io::Result<Option<(u64, u64)>>) -> String {
         let (disk, id) = (&self.disk.name, &self.arrival.migration);
@@ -437,6 +475,12 @@ impl Came<'_> {
             Err(error) => (0, format!("; that it is durable is not certain ({error})")),
         };
         let state = self.state();
+        if self.parts().is_some() {
+            let own = &self.disk.path;
+            return format!(
+                "the image of disk '{disk}' that came with migration {id} is kept as {path} ({mib} MiB): {state}{durable}; it has snapshots: to go on from it give {path} and {path}.images the names {own} and {own}.images again, name {own} as the 'path' of the disk in the VM's description, and start that on this host; it stays, with the files {own}.d*, until somebody removes it"
+            );
+        }
         let written = match written_at(Path::new(path)) {
             Some(at) => at.strftime("at %Y-%m-%d %H:%M:%S UTC").to_string(),
             None => "at a time that is not known".to_owned(),

@@ -253,6 +253,11 @@ impl Place<'_> {
         Ok(())
     }
 
+    /// Has an image that is open say that it is a part of what is described there, durably.
+    pub(super) fn bear_bound(&self, image: BorrowedFd<'_>, images: &Images) -> Result<(), String> {
+        self.as_opener(|| bear(image, &Mark::Bound(images.mark.clone())))
+    }
+
     /// From here on it is told where the description is lost. It counts without that, too.
     fn bind(&self, image: BorrowedFd<'_>, images: &Images) {
         let bound = Mark::Bound(images.mark.clone());

@@ -139,8 +139,12 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         return forget(paths);
     }
     let own = what.with_images().filter(|(disk, _)| disk.goes_along());
-    // Each is tried.
-    let gone: Vec<bool> = own.map(|own| what.noted(own).remove()).collect();
+    // Each is tried, and an image after what else belongs to it: as long as that is there it is tried again.
+    let gone = own.map(|own| {
+        let parts = what.leaving_parts.get(&own.0.name);
+        parts.is_none_or(|parts| parts.remove(Path::new(&own.0.path))) && what.noted(own).remove()
+    });
+    let gone: Vec<bool> = gone.collect();
     // Whoever looks again tries again.
     match gone.iter().all(|gone| *gone) {
         true => forget(paths),
@@ -208,6 +212,7 @@ pub(super) fn forget(paths: &Paths) {
             &ServedDisks {
                 arriving: None,
                 leaving: None,
+                leaving_parts: BTreeMap::new(),
                 along: Vec::new(),
                 left: what.left.into_iter().map(of_none).collect(),
                 ..what

@@ -41,6 +41,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How long it is waited for whoever gives up images of deleted snapshots.
+const HOLD_WAIT: Duration = Duration::from_secs(30);
 /// How often it is tried again to remove a copy that is not whole.
 const CLEAN_EVERY: Duration = Duration::from_secs(30);
 
@@ -367,7 +369,7 @@ impl Served {
     }
 
     fn copy(self: &Arc<Self>, going: &mut Going<'_>) -> Result<Duration, Stopped> {
-        let _held = self.hold_tidying()?;
+        let _held = self.hold_tidying(HOLD_WAIT)?;
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
         self.go_over(going, &mirror, image)

@@ -317,7 +317,7 @@ fn a_disk_with_snapshots_moves_with_all_that_it_consists_of() {
         }
         let had = listed(&disks);
         let (served, what) = (&disks.0, disks.0.what());
-        let _held = served.hold_tidying().unwrap();
+        let _held = served.hold_tidying(LONG).unwrap();
         let mut going = going_to(&place, &what);
         let (mirror, image) = went(served.make_equal(&mut going));
         went(served.go_over(&going, &mirror, image));

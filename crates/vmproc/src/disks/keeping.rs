@@ -117,6 +117,7 @@ impl Served {
             return Ok(());
         }
         *lock(&self.filling) = Filling::default();
+        self.have_come();
         keep_names(&self.what().disks, None).map_err(internal)?;
         self.change(|what| what.arriving = None)
     }

@@ -455,6 +455,7 @@ impl Copying {
                 "{path} is left alone: a disk was being moved there, and may be there since, where what is written of that is an older copy. If the VM has its disk elsewhere, remove that file; if not, name it as the disk's 'path' in the VM's description"
             );
         }
+        self.parts.remove_beside();
         if !self.is_on_device() && !remove(Path::new(beside)) {
             tracing::warn!("{beside} is left there: nobody needs it");
         }

@@ -5,21 +5,26 @@
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
 use super::images::{give_names, keep_names};
+use super::leaving::{Below, Leaving};
+use super::parts::Parts;
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
 use super::together::LastOfAll;
 use super::tracked::filter_for;
+use super::tree::begin_copying_top;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, WaitTimes};
+use godwit_blockio::delta::Words;
+use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, TopOnly, WaitTimes};
 use godwit_blockio::{Arriving, Filter, NO_NEARER};
-use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
+use godwit_delta::States;
+use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_tracking::{Decision, last_copy_limit_s};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::Method;
-use godwit_types::migration::MigrationSpec;
+use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
@@ -33,7 +38,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// What fills the images of a VM that comes, by the disk's place.
-pub(super) type Filling = Arc<Vec<Option<Arriving>>>;
+pub(super) type Filling = godwit_streams::destination::Disks;
 
 /// A guest that writes all the while has as much under way as the link takes: after so long it is stopped all the same.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -49,6 +54,8 @@ struct Along {
     image: (u64, u64),
     bytes: u64,
     course: Course,
+    /// The states of its top, if it has snapshots.
+    top: Option<States<Words>>,
     /// How often storage had failed its guest when this began.
     faults: u64,
 }
@@ -59,6 +66,9 @@ pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
     method: Method,
+    /// What lies below the tops of those with snapshots.
+    pub(super) below: Option<Below>,
+    pub(super) pace: Pace,
     /// All of the VM's.
     all: Disks,
     /// Since when both hosts' images are equal but for what is under way.
@@ -86,6 +96,8 @@ impl Disks {
             changes: Changes::default(),
             disks: Vec::new(),
             method: spec.method,
+            below: None,
+            pace: Pace::at_most(cap_bytes_per_s),
             all: self.clone(),
             synchronised: Mutex::default(),
         };
@@ -106,30 +118,33 @@ impl Disks {
                 what.note_along(&spec.id, with);
             }
         })?;
-        let (disks, pace) = (lock(&self.0.disks), Pace::at_most(cap_bytes_per_s));
+        let (pace, mut leaving) = (source.pace.clone(), Leaving::default());
         for (index, (disk, image)) in along {
-            let named = spec.disks.iter().find(|named| named.name == disk.name);
-            let named = named.ok_or_else(|| {
-                let name = &disk.name;
-                internal(format!(
-                    "the migration's description does not name disk '{name}'"
-                ))
-            })?;
-            let served = disks.get(index).and_then(Option::as_deref);
+            let named = named(spec, disk)?;
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course);
-            let outlet = outlet.map_err(internal)?;
+            let mut outlet = outlet.map_err(internal)?;
+            let top = leaving.take(&self.0, (place, disk), (image, named))?;
+            if let Some(top) = &top {
+                outlet = Box::new(TopOnly::new(outlet, top.clone()));
+            }
             let filter = filter_for((spec.method, &spec.without), named.bytes, outlet, &course);
-            put((served, named.bytes), disk, filter)?;
+            let served = self.0.disk(index).ok();
+            put((served.as_deref(), named.bytes), disk, filter)?;
             source.disks.push(Along {
                 place,
                 spec: disk.clone(),
                 image,
                 bytes: named.bytes,
                 course,
+                top,
                 faults: self.0.faults(index),
             });
         }
+        if leaving.parts != what.leaving_parts {
+            self.note_leaving_parts(std::mem::take(&mut leaving.parts))?;
+        }
+        source.below = leaving.all();
         Ok(Some(source))
     }
 
@@ -203,7 +218,10 @@ impl Disks {
         };
         served.names_are_free()?;
         served.what_came_is_there(&what)?;
+        served.put_layers()?;
         keep_names(&what.disks, Some(&arrival.migration)).map_err(internal)?;
+        let mut parts = arrival.parts.values();
+        parts.try_for_each(Parts::keep_names).map_err(internal)?;
         served.change(|what| {
             if let Some(arrival) = &mut what.arriving {
                 arrival.whole = Some(attempt);
@@ -215,6 +233,17 @@ impl Disks {
     pub(crate) fn filling(&self) -> Filling {
         Arc::clone(&*lock(&self.0.filling))
     }
+}
+
+/// What a migration's description says of a disk.
+fn named<'a>(spec: &'a MigrationSpec, disk: &DiskSpec) -> Result<&'a DiskToMove, ApiError> {
+    let name = &disk.name;
+    let named = spec.disks.iter().find(|named| named.name == *name);
+    named.ok_or_else(|| {
+        internal(format!(
+            "the migration's description does not name disk '{name}'"
+        ))
+    })
 }
 
 /// Does something that storage may keep for long on a thread of its own, of which it is heard in [`wait`].
@@ -267,8 +296,16 @@ impl Served {
         let along = what.disks.iter().filter(|disk| disk.goes_along());
         // Of a device what it holds tells.
         let mut files = along.filter(|disk| !is_device_path(&disk.path));
+        let parts = what.arriving.as_ref().map(|arrival| &arrival.parts);
         files.try_for_each(|disk| {
-            let free = must_be_free(Path::new(&disk.path));
+            let path = Path::new(&disk.path);
+            let has_parts = parts.is_some_and(|parts| parts.contains_key(&disk.name));
+            let free = match has_parts {
+                // Its description lies there already.
+                true if path.symlink_metadata().is_err() => Ok(()),
+                true => Err(is_taken(path)),
+                false => must_be_free(path),
+            };
             free.map_err(|why| self.refused(disk, &why))
         })
     }
@@ -278,9 +315,10 @@ impl Served {
         let filling = Arc::clone(&*lock(&self.filling));
         let mut all = filling.iter().zip(&what.disks);
         all.try_for_each(|(image, disk)| {
-            let whole = image.as_ref().map_or(Ok(()), Arriving::must_be_whole);
+            let whole = image.get().map_or(Ok(()), Arriving::must_be_whole);
             whole.map_err(|why| self.refused(disk, &why))
-        })
+        })?;
+        self.parts_are_there().map_err(internal)
     }
 
     /// Changes what is known of those that arrive; a change that follows writes it.
@@ -303,11 +341,11 @@ impl Served {
 impl SourceDisks {
     /// Lets the copying begin. Returns the bytes that are to be copied.
     pub(crate) fn begin(&self) -> u64 {
-        let begun = self
-            .disks
-            .iter()
-            .map(|disk| begin_copying((&disk.spec, disk.image), disk.bytes, &disk.course));
-        begun.sum()
+        let begin = |disk: &Along| match &disk.top {
+            None => begin_copying((&disk.spec, disk.image), disk.bytes, &disk.course),
+            Some(top) => begin_copying_top(top, disk.bytes, &disk.course),
+        };
+        self.disks.iter().map(begin).sum()
     }
 
     /// Bytes that are still to be copied.
@@ -427,6 +465,9 @@ impl SourceDisks {
 
     /// Why one cannot be copied.
     pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(why) = self.below.as_ref().and_then(Below::failure) {
+            return Some(why);
+        }
         let failed = |disk: &Along| {
             let given_up = match disk.course.decision() {
                 Some(Decision::Abort(why)) => Some(why.to_string()),

@@ -4,9 +4,11 @@
 //! The description beside the image is known by its number. Owns nothing: `disks.json` names them. Refuses: to replace a file, and to remove
 //! another one than is noted.
 
+use super::BLOCK;
 use super::entry::{Entry, Found};
 use super::images::{remove, rename};
-use godwit_blockio::delta::read_descriptor;
+use super::layers::id_of;
+use godwit_blockio::delta::{is_frozen, read_descriptor};
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::Images;
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
@@ -32,6 +34,8 @@ pub(super) struct Part {
     /// Device and inode, once it is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<(u64, u64)>,
+    /// What it says that it is, once it is whole: by that it is known where its file system has another number by now.
+    pub id: String,
 }
 
 /// All of them, but for the disk's own image; none of a disk that is one image.
@@ -82,10 +86,30 @@ impl Parts {
         Ok(())
     }
 
+    /// Refuses where one has another file's place by now.
+    pub(super) fn must_be_there(&self) -> Result<(), String> {
+        self.files.iter().try_for_each(Part::must_be_it)
+    }
+
+    /// Makes the names durable that they have.
+    pub(super) fn keep_names(&self) -> io::Result<()> {
+        let mut files = self.files.iter();
+        files.try_for_each(|part| Entry::at(Path::new(&part.path))?.sync())
+    }
+
     /// Makes the names durable that they have while they are filled.
     pub(super) fn keep_names_beside(&self) -> io::Result<()> {
         let mut files = self.files.iter();
         files.try_for_each(|part| Entry::at(Path::new(&part.beside))?.sync())
+    }
+
+    /// Removes what has a name that no disk ever has.
+    pub(super) fn remove_beside(&self) {
+        for part in self.files.iter().filter(|part| !part.beside.is_empty()) {
+            if !remove(Path::new(&part.beside)) {
+                tracing::warn!(path = part.beside, "a file is left there: nobody needs it");
+            }
+        }
     }
 
     /// Removes all of them, beside this image, and their description, under whichever name. Returns whether nothing is left of them; what has another
@@ -132,6 +156,18 @@ impl Part {
         }
     }
 
+    /// Whether it says that it is this, though its file system may be another one.
+    fn says(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
+        let is_its_number = self.image.is_some_and(|image| image.1 == number);
+        let id = id_of(&self.id).filter(|_| is_its_number);
+        let file = entry.open().ok();
+        let looked = file.zip(id).map(|(file, id)| {
+            let path = Path::new(&self.path);
+            is_frozen((file, path), id, BLOCK)
+        });
+        looked.is_some_and(|looked| looked.is_ok())
+    }
+
     fn remove(&self) -> bool {
         let is_gone_beside = self.beside.is_empty() || remove(Path::new(&self.beside));
         let path = Path::new(&self.path);
@@ -141,7 +177,9 @@ impl Part {
         let looked = Entry::looked_at(path).map(|(found, entry)| match found {
             // Where its file system is not mounted it is not gone.
             Found::Nothing => (entry.is_on(image.0), true),
-            Found::File(found) if found == image => (entry.remove(), true),
+            Found::File(found) if found == image || self.says(found, &entry) => {
+                (entry.remove(), true)
+            }
             Found::File(_) | Found::Other => (true, false),
         });
         let (is_gone, was_it) = looked.unwrap_or_else(|error| (is_away(path, &error), false));
@@ -220,6 +258,7 @@ mod tests {
             image: identity_of(&path).unwrap(),
             path: path.to_string_lossy().into_owned(),
             beside: String::new(),
+            id: "01".repeat(16),
         };
         let parts = Parts {
             mark: MARK.to_owned(),
@@ -243,6 +282,20 @@ mod tests {
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);
         assert!(parts.remove(&own), "it is gone");
+    }
+
+    #[test]
+    fn what_is_on_a_file_system_that_has_another_number_now_is_known_by_what_it_says() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (own, mut parts) = disk(directory.path());
+        let part = &mut parts.files[0];
+        let (device, number) = part.image.unwrap();
+        part.image = Some((device + 1, number));
+        let id = std::mem::replace(&mut part.id, "02".repeat(16));
+        assert!(!part.says((device, number), &Entry::at(Path::new(&part.path)).unwrap()));
+        part.id = id;
+        assert!(parts.remove(&own));
+        assert_eq!(left(directory.path()), ["root.raw"]);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use super::activity::{Gauge, waits_of};
 pub(super) use super::came::Arrival;
 use super::claim::{Taking, named};
+use super::coming::{Coming, is_layered, places_for};
 use super::format::must_be_raw;
 use super::images::arriving_path;
 use super::in_place::Moves;
@@ -13,6 +14,7 @@ use super::keeping::Keeping;
 use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
+use super::parts::Parts;
 use super::there::{WentAlong, are_looked_at};
 use super::tidying::Tidies;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
@@ -65,6 +67,9 @@ pub(crate) struct ServedDisks {
     /// That those which go along with their VM are not this host's yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) arriving: Option<Arrival>,
+    /// What else belongs to those with snapshots that were mirrored last, by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) leaving_parts: BTreeMap<String, Parts>,
     /// The migration for which they were mirrored last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) leaving: Option<MigrationId>,
@@ -127,6 +132,8 @@ pub(super) struct Served {
     pub(super) layered: Mutex<BTreeSet<String>>,
     /// Images that nobody needs any more.
     pub(super) tidies: Tidies,
+    /// Those with snapshots that come with the VM, by their places.
+    pub(super) coming: Mutex<BTreeMap<u8, Coming>>,
     /// QEMU's connections to them, by their places, that the program before this one had.
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
@@ -168,6 +175,7 @@ impl Served {
             descriptions: Mutex::default(),
             layered: Mutex::default(),
             tidies: Tidies::default(),
+            coming: Mutex::default(),
             handed: Mutex::default(),
         }
     }
@@ -253,13 +261,17 @@ impl Served {
             }
             images.push(image);
         }
-        let (mut filling, mut identities) = (Vec::new(), Vec::new());
+        let (filling, mut identities) = (places_for(what.disks.len()), Vec::new());
         let mut labelled = Vec::new();
-        for (image, disk) in images.iter().zip(&what.disks) {
+        for ((image, disk), slot) in images.iter().zip(&what.disks).zip(&filling) {
             labelled.extend(image.label().map(|found| Labelled::of(&disk.path, found)));
             let identity = image.identity();
             let identity = identity.map_err(|error| self.refused(disk, &error))?;
-            filling.push(self.fills(disk, image)?);
+            // What fills one with snapshots is known once its source has said what it consists of.
+            let is_one = coming.is_none_or(|coming| !is_layered(coming, disk));
+            if let Some(fills) = self.fills(disk, image)?.filter(|_| is_one) {
+                let _ = slot.set(fills);
+            }
             identities.push((identity.device, identity.inode));
         }
         *lock(&self.filling) = Arc::new(filling);

@@ -29,9 +29,7 @@ const FREEZES_MAX: u32 = 8;
 const LAST_BYTES_MAX: u64 = 64 << 20;
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
-/// How long it is waited for whoever gives up something just now,
-const HOLD_WAIT: Duration = Duration::from_secs(30);
-/// and how often it is looked.
+/// How often it is looked whether whoever gives up something has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Why something is left.
 const ENDED: &str = "its guest has ended, or the disk moves";
@@ -119,10 +117,10 @@ impl Served {
     }
 
     /// Has images stay as they are, for disks that move: waits for whoever is at it, and not for long.
-    pub(super) fn hold_tidying(self: &Arc<Self>) -> Result<Held, String> {
+    pub(super) fn hold_tidying(self: &Arc<Self>, limit: Duration) -> Result<Held, String> {
         self.tidies.is_held.store(true, Ordering::SeqCst);
         let held = Held(Arc::clone(self));
-        let until = Instant::now() + HOLD_WAIT;
+        let until = Instant::now() + limit;
         // Who looked before this was so begins within a moment.
         std::thread::sleep(LOOK_EVERY);
         while self.tidies.works() {

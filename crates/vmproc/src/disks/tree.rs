@@ -60,15 +60,20 @@ pub(super) struct Tree {
 impl Tree {
     /// Lets the copying of the top begin, over a copy of what lies below it. Returns the bytes that are to be copied.
     pub(super) fn begin_copying(&self, bytes: u64, course: &Course) -> u64 {
-        let layout = Layout::of(bytes).ok();
-        let same = layout.map_or_else(Vec::new, |layout| untouched(&layout, &self.top));
-        begin_copying_but(same, bytes, course)
+        begin_copying_top(&self.top, bytes, course)
     }
 
     /// Takes what is copied of the top alone.
     pub(super) fn only_top(&self, outlet: Box<dyn Outlet>) -> Box<dyn Outlet> {
         Box::new(TopOnly::new(outlet, self.top.clone()))
     }
+}
+
+/// Lets the copying of a top begin, where all below it is copied. Returns the bytes that are to be copied.
+pub(super) fn begin_copying_top(top: &States<Words>, bytes: u64, course: &Course) -> u64 {
+    let layout = Layout::of(bytes).ok();
+    let same = layout.map_or_else(Vec::new, |layout| untouched(&layout, top));
+    begin_copying_but(same, bytes, course)
 }
 
 /// How far the files below the top are.
@@ -331,7 +336,17 @@ impl Served {
         };
         place.forget_top(gone);
         if has_moved {
-            place.describe_missing(&tree.there);
+            self.describe_now(&spec);
+        }
+    }
+
+    /// A descriptor for each image that has none, as the disk is now.
+    pub(super) fn describe_now(&self, spec: &DiskSpec) {
+        let _one = lock(&self.descriptions);
+        let all = self.all();
+        let place = all.place(spec);
+        if let Ok(Some(images)) = place.load() {
+            place.describe_missing(&images);
         }
     }
 }
@@ -340,7 +355,7 @@ impl Place<'_> {
     /// What lies beside the disk's own image, as it is now.
     pub(super) fn parts_of(&self, images: &Images) -> Result<Parts, String> {
         let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
-        let files = deltas.map(|(name, _)| {
+        let files = deltas.map(|(name, one)| {
             let path = self.extent(name);
             let image = identity_of(&path);
             let image = image.map_err(|error| format!("{}: {error}", path.display()))?;
@@ -348,6 +363,7 @@ impl Place<'_> {
                 path: path.to_string_lossy().into_owned(),
                 beside: String::new(),
                 image,
+                id: one.id.clone().unwrap_or_default(),
             })
         });
         Ok(Parts {
@@ -360,12 +376,13 @@ impl Place<'_> {
     pub(super) fn parts_to_be(&self, elsewhere: &Elsewhere, ending: &str) -> Parts {
         let images = &elsewhere.images;
         let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
-        let files = deltas.map(|(name, _)| {
+        let files = deltas.map(|(name, one)| {
             let path = self.extent(name).to_string_lossy().into_owned();
             Part {
                 beside: format!("{path}{ending}"),
                 path,
                 image: None,
+                id: one.id.clone().unwrap_or_default(),
             }
         });
         Parts {

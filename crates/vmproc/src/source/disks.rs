@@ -57,11 +57,12 @@ impl SourceDriver {
     /// Waits until both hosts have the same on all disks that go along. Memory follows only then: what the guest writes to it
     /// meanwhile need not be sent twice.
     pub(super) fn copy_disks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        self.send_layers(set)?;
         let Some(disks) = &self.parts.disks else {
             return Ok(());
         };
         if !std::mem::replace(&mut self.disks_begun, true) {
-            let bytes = disks.begin();
+            let bytes = disks.below_bytes() + disks.begin();
             self.parts.report.update(|report| report.disk_bytes = bytes);
         }
         let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;

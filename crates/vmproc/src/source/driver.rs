@@ -84,8 +84,10 @@ pub(super) struct SourceDriver {
     pub(super) heard: Instant,
     /// Whether the VM's thread has said that it is over; it says so once.
     pub(super) end_heard: bool,
-    /// Whether disks are being copied.
+    /// Whether disks are being copied,
     pub(super) disks_begun: bool,
+    /// and whether all below the tops of those with snapshots is durable at the destination.
+    pub(super) layers_ready: bool,
     /// Whether it is tracked what the guest writes.
     tracks: bool,
 }
@@ -124,6 +126,7 @@ impl SourceDriver {
             heard: Instant::now(),
             end_heard: false,
             disks_begun: false,
+            layers_ready: false,
             tracks: false,
         }
     }

@@ -91,6 +91,7 @@ fn driver(
         pages: memory.ram.page_count(),
         memory,
         disks: Disks::default(),
+        take_layers: Box::new(|_, _| Ok(())),
         keep_disks: Box::new(|_| Ok(())),
         qemu: None,
         report: crate::testing::report(Side::Destination),

@@ -1,0 +1,88 @@
+//! The source's disks with snapshots: what they consist of is said, and all below their tops is sent, before anything else of disks.
+//!
+//! Works on the driver's state. Refuses: to begin with a top before all below it is durable at the destination.
+
+use super::driver::{BARRIER_WAIT, Halt, PING_EVERY, SourceDriver, halt_of};
+use super::steps::{Step, unanswered};
+use crate::disks::SourceDisks;
+use crate::faults::reached;
+use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_streams::source::ConnectionSet;
+use godwit_types::migration::{MigrationReport, Phase};
+use std::time::{Duration, Instant};
+
+/// How often progress is shown, and looked whether all is sent.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+impl SourceDriver {
+    /// Once; over new channels it goes on where it was.
+    pub(super) fn send_layers(&mut self, set: &ConnectionSet) -> Result<(), Halt> {
+        let layers = self.parts.disks.as_ref().map(SourceDisks::layers);
+        let layers = layers.filter(|layers| !layers.is_empty() && !self.layers_ready);
+        let Some(layers) = layers else {
+            return Ok(());
+        };
+        let places: Vec<u8> = layers.iter().map(|(disk, _)| *disk).collect();
+        for (disk, images) in layers {
+            let said = ToDestination::Layers { disk, images };
+            set.control.send(&said).map_err(halt_of)?;
+            self.hear_word(set, &ToSource::LayersBegun { disk })?;
+        }
+        reached("source.layers-begun");
+        self.send_below(set)?;
+        for disk in places {
+            let said = ToDestination::LayersSent { disk };
+            set.control.send(&said).map_err(halt_of)?;
+            self.hear_word(set, &ToSource::LayersReady { disk })?;
+        }
+        self.layers_ready = true;
+        reached("source.layers-ready");
+        Ok(())
+    }
+
+    fn send_below(&mut self, set: &ConnectionSet) -> Result<(), Halt> {
+        if let Some(disks) = &self.parts.disks {
+            disks.begin_below().map_err(Halt::Failed)?;
+        }
+        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
+        self.parts.report.update(update);
+        let mut began = None;
+        loop {
+            self.next(Some(set), LOOK_EVERY)?;
+            self.sign_of_life(set, PING_EVERY)?;
+            let Some(disks) = &self.parts.disks else {
+                return Ok(());
+            };
+            if let Some(why) = disks.failure() {
+                return Err(Halt::Failed(why));
+            }
+            if disks.is_below_done() {
+                return Ok(());
+            }
+            let (bytes, left) = (disks.below_bytes(), disks.below_left_bytes());
+            let (at, first) = *began.get_or_insert_with(|| (Instant::now(), left));
+            let (seconds, copied) = (at.elapsed().as_secs_f64(), first.saturating_sub(left));
+            self.parts.report.update(|report| {
+                (report.disk_bytes, report.disk_left_bytes) = (bytes, left);
+                report.eta_s = (copied > 0).then(|| left as f64 * seconds / copied as f64);
+            });
+            self.show_sent(set);
+        }
+    }
+
+    /// Waits for this word: storage there may take long, and the destination is heard meanwhile.
+    fn hear_word(&mut self, set: &ConnectionSet, word: &ToSource) -> Result<(), Halt> {
+        self.heard = Instant::now();
+        loop {
+            if let Step::Peer(said, _) = self.next(Some(set), PING_EVERY)?
+                && said == *word
+            {
+                return Ok(());
+            }
+            self.sign_of_life(set, PING_EVERY)?;
+            if self.heard.elapsed() >= BARRIER_WAIT {
+                return Err(unanswered());
+            }
+        }
+    }
+}
