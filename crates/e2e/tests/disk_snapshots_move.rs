@@ -4,14 +4,18 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_site::snapshots::{
-    contents, delete, has_round, is_tidy, revert, start, stop, take, top, tree,
+    contents, delete, has_round_at, is_tidy, revert, start, stop, take, top_at, tree,
 };
 use disk_site::{
     LONG, LOOK_EVERY, Site, another, begin_move_by, dies_at, does_at, has_died, has_successor,
-    is_described, move_ended,
+    is_described, move_ended, own,
 };
+use godwit_e2e::pair::Options;
+use godwit_e2e::relay::Mode;
 use godwit_types::disk_move::{DiskMoveState, Method};
 use godwit_types::host_api::VmRequest;
+use godwit_types::migration::Outcome;
+use godwit_types::vm::VmState;
 use std::path::Path;
 use std::time::Instant;
 
@@ -23,7 +27,7 @@ fn branched(site: &Site) -> Result<Vec<(String, Vec<u8>)>> {
     site.goes_on(&site.pair.a, 10)?;
     stop(site)?;
     revert(site, "first")?;
-    let held = contents(&site.path)?;
+    let held = contents(&own(&site.pair.a, &site.path))?;
     start(site)?;
     site.goes_on(&site.pair.a, 10)?;
     Ok(held)
@@ -53,9 +57,10 @@ fn is_empty_beside(path: &Path) -> Result<()> {
 
 /// It can go back to each of them, the guest works with what it finds there, and what is above it is whole.
 fn is_of_use(site: &Site, before: &[(String, Vec<u8>)]) -> Result<()> {
-    let round = stop(site)?;
-    has_round(site, &top(site)?, round)?;
-    let now = contents(&site.path)?;
+    let image = own(&site.pair.a, &site.path);
+    let whole = |round| has_round_at(&image, &top_at(&image)?, round);
+    whole(stop(site)?)?;
+    let now = contents(&image)?;
     for ((name, before), (other, now)) in before.iter().zip(&now) {
         ensure!(name == other && before == now, "snapshot '{name}' differs");
     }
@@ -64,23 +69,17 @@ fn is_of_use(site: &Site, before: &[(String, Vec<u8>)]) -> Result<()> {
         revert(site, name)?;
         start(site)?;
         site.goes_on(&site.pair.a, 5)?;
-        let round = stop(site)?;
-        has_round(site, &top(site)?, round)?;
+        whole(stop(site)?)?;
     }
     start(site)?;
     for name in ["first", "second"] {
         delete(site, name)?;
     }
     is_tidy(site)?;
-    let round = stop(site)?;
-    let own = site
-        .path
-        .file_name()
-        .context("a name")?
-        .to_string_lossy()
-        .into_owned();
-    ensure!(top(site)? == own, "{}", top(site)?);
-    has_round(site, &own, round)
+    whole(stop(site)?)?;
+    let name = image.file_name().context("a name")?.to_string_lossy();
+    ensure!(top_at(&image)? == name, "{}", top_at(&image)?);
+    Ok(())
 }
 
 #[test]
@@ -170,6 +169,152 @@ fn a_process_that_dies_while_it_moves_a_disk_with_snapshots_leaves_one_disk_with
         ensure!(tree(&site.pair.a)? == listed, "{point}");
         is_of_use(&site, &before).with_context(|| point)?;
         println!("  killed at {point}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_moves_to_another_host_with_its_snapshots_and_back() -> Result<()> {
+    for method in [Method::Mirror, Method::DirtyTracking] {
+        let site = Site::apart()?;
+        let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        let options = Options {
+            method,
+            ..Options::default()
+        };
+        for (from, to) in [(a, b), (b, a)] {
+            let report = site.pair.migrate(from, to, &options)?;
+            println!(
+                "  {:.2} s, {:.1} ms, {} MiB",
+                report.total_s,
+                report.switchover_ms,
+                report.disk_bytes >> 20
+            );
+            ensure!(report.disk_bytes > 40 << 20 && report.disk_left_bytes == 0);
+            site.goes_on(to, 20)?;
+            ensure!(tree(to)? == listed, "{:?}", tree(to)?);
+            site.has_nothing(from)?;
+            // A successor works with what came.
+            let starts = to.starts();
+            to.signal_kill()?;
+            has_successor(to, starts)?;
+            site.goes_on(to, 20)?;
+        }
+        is_of_use(&site, &before)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_migration_with_snapshots_that_is_called_off_leaves_nothing_elsewhere() -> Result<()> {
+    let site = Site::apart()?;
+    let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let id = site.pair.begin(a, b, &site.slowly())?;
+    site.is_half_way(&id)?;
+    a.ask(&VmRequest::Cancel {
+        migration: id.clone(),
+        reason: "enough".into(),
+    })?;
+    site.ends(&id, Outcome::Cancelled)?;
+    site.has_nothing(b)?;
+    site.goes_on(a, 20)?;
+    ensure!(tree(a)? == listed);
+    is_of_use(&site, &before)
+}
+
+#[test]
+fn a_link_that_is_lost_while_snapshots_are_sent_is_made_again_and_nothing_is_missing() -> Result<()>
+{
+    let site = Site::apart()?;
+    let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let options = Options {
+        relayed: true,
+        ..site.slowly()
+    };
+    let id = site.pair.begin(a, b, &options)?;
+    site.is_half_way(&id)?;
+    site.pair.link(Mode::Cut);
+    site.goes_on(a, 50)?;
+    site.pair.link(Mode::Open);
+    site.ends(&id, Outcome::Completed)?;
+    site.goes_on(b, 20)?;
+    ensure!(tree(b)? == listed);
+    site.has_nothing(a)?;
+    site.pair.migrate(b, a, &Options::default())?;
+    is_of_use(&site, &before)
+}
+
+#[test]
+fn a_process_that_dies_while_snapshots_go_to_another_host_leaves_the_disk_where_it_was()
+-> Result<()> {
+    for (point, at_source) in [
+        ("source.layers-begun", true),
+        ("source.layers-ready", true),
+        ("source.disks-copied", true),
+        ("source.last-pages", true),
+        ("destination.layers-made", false),
+        ("destination.layers-whole", false),
+        ("destination.disks-durable", false),
+    ] {
+        let site = Site::apart()?;
+        let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        dies_at(if at_source { a } else { b }, point)?;
+        let begun = site.pair.try_begin(a, b, &Options::default())?;
+        has_died(if at_source { a } else { b }).with_context(|| point)?;
+        if begun.1.is_ok() {
+            let report = site.ends(&begun.0, Outcome::Failed);
+            report.with_context(|| point)?;
+        }
+        site.goes_on(a, 20).with_context(|| point)?;
+        site.has_nothing(b).with_context(|| point)?;
+        ensure!(tree(a)? == listed, "{point}");
+        is_of_use(&site, &before).with_context(|| point)?;
+        println!("  killed at {point}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_process_that_dies_in_the_handover_leaves_one_disk_with_all_its_snapshots() -> Result<()> {
+    for (point, at_source) in [
+        ("journal.gave.after", true),
+        ("source.permit.after", true),
+        ("journal.ready.after", false),
+        ("journal.holds.before", false),
+        ("journal.holds.after", false),
+        ("running", false),
+    ] {
+        let site = Site::apart()?;
+        let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
+        let (a, b) = (&site.pair.a, &site.pair.b);
+        let victim = if at_source { a } else { b };
+        dies_at(victim, point)?;
+        let (id, _) = site.pair.try_begin(a, b, &Options::default())?;
+        has_died(victim).with_context(|| point)?;
+        let told = site.pair.wait_end(a, &id, LONG);
+        let outcome = told.with_context(|| point)?.outcome;
+        let (holder, other) = match outcome {
+            Some(Outcome::Completed) => (b, a),
+            _ => (a, b),
+        };
+        let deadline = Instant::now() + LONG;
+        while !holder.vm().is_ok_and(|vm| vm.state == VmState::Running) {
+            ensure!(Instant::now() < deadline, "{point}: nobody runs it");
+            std::thread::sleep(LOOK_EVERY);
+        }
+        site.goes_on(holder, 20).with_context(|| point)?;
+        site.has_nothing(other).with_context(|| point)?;
+        ensure!(tree(holder)? == listed, "{point}");
+        if outcome == Some(Outcome::Completed) {
+            let back = site.pair.migrate(b, a, &Options::default());
+            back.with_context(|| point)?;
+        }
+        is_of_use(&site, &before).with_context(|| point)?;
+        println!("  killed at {point}: {outcome:?}");
     }
     Ok(())
 }

@@ -138,9 +138,13 @@ pub fn as_qemu_reads_at(own: &Path, image: &str) -> Result<PathBuf> {
 
 /// The image that the guest writes to, by the description that lies beside the disk's own.
 pub fn top(site: &Site) -> Result<String> {
-    let described = described_at(&site.path)?;
-    let Some(described) = described else {
-        let own = site.path.file_name().context("a name")?;
+    top_at(&site.path)
+}
+
+/// The same where the disk's own image is this.
+pub fn top_at(own: &Path) -> Result<String> {
+    let Some(described) = described_at(own)? else {
+        let own = own.file_name().context("a name")?;
         return Ok(own.to_string_lossy().into_owned());
     };
     Ok(described["top"].as_str().context("no top")?.into())
@@ -171,7 +175,12 @@ pub fn contents(own: &Path) -> Result<Vec<(String, Vec<u8>)>> {
 
 /// What a guest finds that ended in this round.
 pub fn has_round(site: &Site, image: &str, round: u32) -> Result<()> {
-    let raw = as_qemu_reads(site, image)?;
+    has_round_at(&site.path, image, round)
+}
+
+/// The same where the disk's own image is this.
+pub fn has_round_at(own: &Path, image: &str, round: u32) -> Result<()> {
+    let raw = as_qemu_reads_at(own, image)?;
     let missing = boot_disk::missing(&File::open(&raw)?, round)?;
     std::fs::remove_file(raw)?;
     ensure!(
