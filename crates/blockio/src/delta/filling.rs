@@ -155,7 +155,10 @@ impl Filling {
         for (file, layout, states) in own.chain(lower) {
             match states.get(grain) {
                 Grain::Absent => {}
-                Grain::Zero => return Ok(to.fill(0)),
+                Grain::Zero => {
+                    to.fill(0);
+                    return Ok(());
+                }
                 Grain::Present => return file.read_exact_at(to, layout.data_at() + at),
             }
         }

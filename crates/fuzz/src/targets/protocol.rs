@@ -5,13 +5,14 @@
 
 use crate::outcome::{self, Outcome};
 use godwit_migrate::protocol::{
-    CHANGE_CHANNELS_MAX, EXTENTS_PER_MESSAGE, FIGURE_MAX, PROTOCOL_VERSION, REASON_LEN_MAX,
-    STREAMS_MAX, ToDestination, ToSource, WARM_LEN_MAX, decode_to_destination, decode_to_source,
-    encode,
+    CHANGE_CHANNELS_MAX, EXTENTS_PER_MESSAGE, FIGURE_MAX, LAYERS_LEN_MAX, PROTOCOL_VERSION,
+    REASON_LEN_MAX, STREAMS_MAX, ToDestination, ToSource, WARM_LEN_MAX, decode_to_destination,
+    decode_to_source, encode,
 };
 use godwit_ownership::PeerMessage;
 use godwit_types::console::CONSOLE_KEPT_MAX;
 use godwit_types::version::MIGRATION;
+use godwit_types::vm::DISKS_MAX;
 use godwit_types::{Generation, MigrationId};
 
 const PAGES: u64 = 4096;
@@ -54,6 +55,10 @@ fn check_to_destination(message: &ToDestination) {
         ToDestination::Console { kept } => {
             assert!(kept.bytes.len() <= CONSOLE_KEPT_MAX, "an endless console");
             assert!(kept.end >= kept.bytes.len() as u64, "more than was written");
+        }
+        ToDestination::Layers { disk, images } => {
+            assert!(usize::from(*disk) < DISKS_MAX, "disk {disk}");
+            assert!(images.len() <= LAYERS_LEN_MAX, "endless images");
         }
         ToDestination::Warm { filling } => {
             assert!(filling.len() <= WARM_LEN_MAX, "an endless filling");
@@ -120,6 +125,11 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
         ToDestination::Mirrored {
             disks: vec![(0, 1 << 20), (2, 512)],
         },
+        ToDestination::Layers {
+            disk: 1,
+            images: "{}".into(),
+        },
+        ToDestination::LayersSent { disk: 1 },
         ToDestination::ExtentsEnd,
         ToDestination::Barrier {
             iteration: 1,

@@ -289,3 +289,7 @@ impl Place<'_> {
         self.as_common(|| save_json(&at, images).map_err(not_done))
     }
 }
+
+#[cfg(test)]
+#[path = "coming_tests.rs"]
+mod tests;

@@ -1,0 +1,175 @@
+//! What comes of a disk with snapshots: into which files, and what is left of them where it does not become the VM's.
+
+use super::super::came::{Source, put_aside};
+use super::super::layers::id_of;
+use super::*;
+use crate::testing::{Site, migration};
+use godwit_blockio::delta::{NewDelta, Opening, Outliving, create};
+use godwit_blockio::stride_of;
+use godwit_delta::{Id, Parent};
+use godwit_guestmem::RamFile;
+use godwit_qemu::user::User;
+use godwit_snapshots::Fresh;
+use godwit_types::Generation;
+use godwit_types::migration::DiskToMove;
+use godwit_types::vm::VmSpec;
+use rustix::process::{getegid, geteuid};
+use std::os::unix::fs::FileExt as _;
+use std::time::Duration;
+
+const BYTES: u64 = 4 << 20;
+
+/// A disk that comes here, with snapshots or without.
+fn begun(site: &Site, directory: &Path, layered: bool) -> Disks {
+    let path = directory.join("root.raw");
+    let spec = VmSpec {
+        hardware: Some(2),
+        disks: vec![DiskSpec::new("root", path.to_str().unwrap())],
+        ..VmSpec::placeholder(&site.config.vm)
+    };
+    let ram = RamFile::create(&site.paths.ram_file(1), 16 << 20, None).unwrap();
+    let user = User {
+        uid: geteuid().as_raw(),
+        gid: getegid().as_raw(),
+    };
+    let disk = DiskToMove {
+        name: "root".to_owned(),
+        bytes: BYTES,
+        used_bytes: 0,
+        layered,
+    };
+    let coming = MigrationSpec {
+        disks: vec![disk],
+        ..migration("m")
+    };
+    let (qemu, right) = ((user, 1), (None, Some(&coming)));
+    let ram = Arc::new(ram);
+    Disks::begin(&site.config, &site.paths, &spec, qemu, &ram, right).unwrap()
+}
+
+/// A raw image, and two deltas over it.
+fn said(bytes: u64) -> String {
+    let fresh = |number: u32| Fresh {
+        name: format!("root.raw.d{number}"),
+        id: format!("{number:032x}"),
+    };
+    let images = Images::of_one("root.raw", bytes, &"5".repeat(32));
+    let images = images.freeze(&fresh(1)).unwrap();
+    let images = images.freeze(&fresh(2)).unwrap();
+    serde_json::to_string(&images).unwrap()
+}
+
+/// The file of the lower one of these, which is frozen and holds nothing.
+fn frozen() -> Vec<u8> {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let descriptor = directory.path().join("root.raw.d1.vmdk");
+    let parent = Parent {
+        cid: 7,
+        hint: "root.raw.vmdk".to_owned(),
+    };
+    let new = NewDelta {
+        descriptor: &descriptor,
+        bytes: BYTES,
+        id: id_of(&format!("{:032x}", 1)).unwrap(),
+        parent: &parent,
+    };
+    create(&new).unwrap();
+    let opening = Opening {
+        block_bytes: BLOCK,
+        name: "test",
+        patience: Duration::ZERO,
+    };
+    let outliving = Outliving {
+        map: &directory.path().join("states"),
+        boot: Id([9; 16]),
+        no_guest_lives: true,
+    };
+    let mut delta = Delta::open_top(&descriptor, opening, outliving).unwrap();
+    delta.freeze().unwrap();
+    std::fs::read(directory.path().join("root.raw.d1-sesparse.vmdk")).unwrap()
+}
+
+fn files(directory: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(directory).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_comes_of_a_disk_with_snapshots_is_put_together_and_goes_as_a_whole_where_it_is_not_wanted()
+{
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let said = said(BYTES);
+    for _ in 0..2 {
+        disks.take_layers(0, Some(&said)).unwrap();
+    }
+    let filling = disks.filling();
+    let below = filling[usize::from(BELOW)].get().unwrap();
+    let mut number = 0;
+    let mut apply = |to: &Arriving, at: u64, content: &[u8]| {
+        number += 1;
+        let range = at..at + content.len() as u64;
+        to.apply(number, 1, &range, Some(content)).unwrap();
+    };
+    apply(below, 4096, &[7; 512]);
+    for (piece, content) in frozen().chunks(1 << 20).enumerate() {
+        apply(below, stride_of(BYTES) + ((piece as u64) << 20), content);
+    }
+    let early = disks.are_whole(Generation(2)).unwrap_err().message;
+    assert!(early.contains("not all of its images"), "{early}");
+    for _ in 0..2 {
+        disks.take_layers(0, None).unwrap();
+    }
+    let top = filling[0].get().unwrap();
+    apply(top, 4096 + 512, &[8; 512]);
+    top.sync().unwrap();
+    for _ in 0..2 {
+        disks.are_whole(Generation(2)).unwrap();
+    }
+    let made = [
+        "root.raw.arriving-m",
+        "root.raw.d1-sesparse.vmdk",
+        "root.raw.d2-sesparse.vmdk",
+        "root.raw.images",
+    ];
+    assert_eq!(files(directory.path()), made);
+    let extent = File::open(directory.path().join(made[2])).unwrap();
+    let mut grain = [0; 4096];
+    let at = Layout::of(BYTES).unwrap().data_at() + 4096;
+    extent.read_exact_at(&mut grain, at).unwrap();
+    assert_eq!((grain[0], grain[512], grain[1024]), (7, 8, 0));
+    disks.end();
+    drop(put_aside(&site.paths, Source::HasDisks, None));
+    assert!(
+        files(directory.path()).is_empty(),
+        "{:?}",
+        files(directory.path())
+    );
+}
+
+#[test]
+fn what_was_not_announced_or_is_said_otherwise_later_is_refused() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let site = Site::new();
+    let disks = begun(&site, directory.path(), false);
+    let refused = disks.take_layers(0, Some(&said(BYTES))).unwrap_err();
+    assert!(refused.contains("without snapshots"), "{refused}");
+    assert!(disks.take_layers(3, Some(&said(BYTES))).is_err());
+    disks.end();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let site = Site::new();
+    let disks = begun(&site, directory.path(), true);
+    let refused = disks.take_layers(0, Some(&said(BYTES / 2))).unwrap_err();
+    assert!(refused.contains("said 4194304 before"), "{refused}");
+    assert!(disks.take_layers(0, Some("{}")).is_err());
+    assert!(disks.take_layers(0, None).is_err());
+    disks.take_layers(0, Some(&said(BYTES))).unwrap();
+    let other = said(BYTES).replace(&"5".repeat(32), &"6".repeat(32));
+    let refused = disks.take_layers(0, Some(&other)).unwrap_err();
+    assert!(refused.contains("something else now"), "{refused}");
+    disks.end();
+}
