@@ -217,6 +217,14 @@ impl Disks {
         lock(&self.0.layered).iter().next().cloned()
     }
 
+    /// One of them that would change hands.
+    pub(crate) fn shared_with_snapshots(&self) -> Option<String> {
+        let (what, layered) = (self.0.what(), lock(&self.0.layered));
+        let mut disks = what.disks.iter().filter(|disk| disk.changes_hands());
+        let found = disks.find(|disk| layered.contains(&disk.name));
+        found.map(|disk| disk.name.clone())
+    }
+
     /// Whether QEMU has any that this process serves.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.what().disks.is_empty()

@@ -30,7 +30,6 @@ use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
     Side,
 };
-use godwit_types::version::MIGRATION_WITH_SNAPSHOTS;
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, bytes_per_s};
 use godwit_wire::Spec;
@@ -186,9 +185,7 @@ impl Vm {
         self.refuse_cancelled(&spec.id)?;
         self.refuse_while_moving()?;
         self.refuse_while_disks_move()?;
-        if agreed_protocol(spec)? < MIGRATION_WITH_SNAPSHOTS {
-            self.refuse_with_snapshots(&spec.destination.host)?;
-        }
+        self.refuse_with_snapshots(spec)?;
         self.refuse_while_full()?;
         self.follow_disks();
         self.spec

@@ -253,13 +253,14 @@ impl Vm {
 
     fn blockers(&mut self) -> Reply {
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
-        let reasons = hyper
+        let mut reasons = hyper
             .machine
             .blocked_reasons(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
         // As a migration is refused that begins.
         self.refuse_while_disks_move()?;
         self.refuse_while_full()?;
+        reasons.extend(self.keeps_for_snapshots());
         Ok(VmAnswer::Blockers(reasons))
     }
 

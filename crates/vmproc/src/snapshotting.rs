@@ -8,9 +8,12 @@ use crate::disk_orders::{DiskOrder, Work};
 use crate::disks::{AtRest, Disks};
 use crate::guest::Guest;
 use crate::vm::Vm;
+use godwit_migrate::admission::agreed_protocol;
 use godwit_types::host_api::VmAnswer;
+use godwit_types::migration::MigrationSpec;
 use godwit_types::snapshots::{Quiesce, Snapshots, TakeSnapshot};
-use godwit_types::{ApiError, ErrorCode, HostName, SnapshotName};
+use godwit_types::version::MIGRATION_WITH_SNAPSHOTS;
+use godwit_types::{ApiError, ErrorCode, SnapshotName};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
@@ -68,8 +71,25 @@ impl Vm {
         })
     }
 
-    /// Refuses to leave for a host that does not know what a disk with snapshots is.
-    pub(crate) fn refuse_with_snapshots(&self, to: &HostName) -> Result<(), ApiError> {
+    /// Why its disks do not go to another host, if they do not.
+    pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
+        let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
+        let disk = disks.shared_with_snapshots()?;
+        let vm = &self.config.vm;
+        Some(format!(
+            "disk '{disk}' of VM '{vm}' is on shared storage and has snapshots, or images of deleted ones that are not merged yet, and those do not change hands yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
+        ))
+    }
+
+    /// Refuses to leave with snapshots of a disk on shared storage, and with any for a host that does not know what they are.
+    pub(crate) fn refuse_with_snapshots(&self, spec: &MigrationSpec) -> Result<(), ApiError> {
+        if let Some(why) = self.keeps_for_snapshots() {
+            return Err(ApiError::new(ErrorCode::NotMigratable, why).on_host(&self.config.host));
+        }
+        if agreed_protocol(spec)? >= MIGRATION_WITH_SNAPSHOTS {
+            return Ok(());
+        }
+        let to = &spec.destination.host;
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks);
         let Some(disk) = disks.and_then(Disks::with_snapshots) else {
             return Ok(());

@@ -211,6 +211,14 @@ fn fits_on_device(
     let (host, name, path) = (&config.name, &disk.name, &disk.path);
     let size = disks.iter().find(|size| size.name == *name);
     let bytes = size.map_or(0, |size| size.bytes);
+    if size.is_some_and(|size| size.layered) {
+        return refuse(
+            ErrorCode::Preflight,
+            format!(
+                "disk '{name}' has snapshots, for which there is no place beside the block device {path} on host '{host}': name a datastore that is a directory for it (--disk {name}=DATASTORE), or delete its snapshots first"
+            ),
+        );
+    }
     let is_nobodys = device_must_be_nobodys(&config.state_dir, Some(vm), path);
     match is_nobodys.and_then(|()| device_must_take(path, bytes)) {
         Ok(()) => Ok(format!(

@@ -9,7 +9,7 @@ use crate::faults::{planted, reached};
 use godwit_blockio::{Arriving, Buffer};
 use godwit_migrate::protocol::{CHANGE_CHANNELS_MAX, ToSource};
 use godwit_transport::{Closer, Connection, Meter, Patience, RecordReader, TransportError};
-use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX, RecordKind};
+use godwit_wire::{BELOW, ChangeKind, DiskChange, PAYLOAD_LEN_MAX, RecordKind};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -187,9 +187,10 @@ impl ChangeChannels {
         open.map(|channel| channel.meter.read().bytes).sum()
     }
 
-    /// Makes everything durable that has come.
+    /// Makes everything durable that has come, but for what lies below tops, which was so before these came.
     pub fn sync(&self) -> Result<(), String> {
-        let mut disks = self.disks.iter().filter_map(OnceLock::get);
+        let tops = self.disks.iter().take(usize::from(BELOW));
+        let mut disks = tops.filter_map(OnceLock::get);
         let synced = disks.try_for_each(Arriving::sync);
         synced.map_err(|error| error.to_string())
     }
