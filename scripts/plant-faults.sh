@@ -211,12 +211,13 @@ disks() {
     core_model mirror
     core_model tracking
     core_model delta
-    for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded; do
+    for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded moved-over-own-image; do
         disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
     done
     disk_case vhost memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
     disk_case vhost used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
     disk_case vhost data-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
+    disk_case blockio grain-not-filled tops what_is_written_while_a_top_is_copied_is_read_on_both_disks
     disk_case blockio answered-before-destination confirmed a_write_is_answered_once_the_destination_has_it_too
     disk_case blockio flushed-at-source-alone confirmed a_flush_of_equal_sides_is_answered_once_both_have_done_it_and_so_is_a_durable_write
     disk_case vhost parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered

@@ -3,6 +3,7 @@
 //! Pure, owns nothing. Refuses images that several VMs have: whoever moves a disk moves what is its own.
 
 use crate::{Images, Kind, Refusal};
+use godwit_types::plant::planted;
 use std::collections::BTreeMap;
 
 /// What a disk consists of at another place.
@@ -60,6 +61,9 @@ impl Images {
         for (name, image) in &self.images {
             let mut image = image.clone();
             image.over = image.over.as_ref().map(renamed);
+            if planted("moved-over-own-image") && image.over.is_some() {
+                image.over = Some(own.to_owned());
+            }
             if *name == self.top {
                 image.id = Some(top_id.to_owned());
             }

@@ -179,6 +179,38 @@ impl World {
         }
     }
 
+    /// The disk goes to another place, as its guest writes to a new top; only what is its own does.
+    fn go_elsewhere(&mut self) -> Result<(), String> {
+        let fresh = self.fresh();
+        match self.images.freeze(&fresh) {
+            Ok(frozen) => self.images = frozen,
+            Err(_) => {
+                self.files.remove(&fresh.name);
+                return Ok(());
+            }
+        }
+        self.write();
+        let (mark, id) = ("6".repeat(32), format!("{:032x}", u64::MAX));
+        let there = self
+            .images
+            .elsewhere("disk", (self.images.next, &mark), &id);
+        let is_own = !self.files.contains_key(COMMON);
+        let there = match there {
+            Ok(there) if is_own => there,
+            Err(_) if !is_own => return Ok(()),
+            other => return Err(format!("it goes elsewhere: {other:?}")),
+        };
+        let of = |name: &String| self.files[name].clone();
+        let mut files: BTreeMap<String, Content> = there
+            .names
+            .iter()
+            .map(|(name, new)| (new.clone(), of(name)))
+            .collect();
+        files.insert(there.images.top.clone(), of(&self.images.top));
+        (self.images, self.files) = (there.images, files);
+        Ok(())
+    }
+
     fn next(&self) -> Option<Tidying> {
         let bytes = |name: &str| {
             self.files
@@ -265,6 +297,7 @@ fn run(seed: u64) -> Result<BTreeMap<&'static str, u64>, String> {
             8..=10 => world.take(),
             11 => world.revert()?,
             12..=13 => world.forget(),
+            14 => world.go_elsewhere()?,
             _ => world.tidy()?,
         }
         world.check()?;

@@ -13,6 +13,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use godwit_delta::{GRAIN, Grain, Layout, States};
+use godwit_types::plant::planted;
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 
@@ -97,11 +98,12 @@ impl Filling {
         let whole = Self::grains_of(&(at..end));
         let mut buffer = Buffer::zeroed((whole.end - whole.start) as usize);
         let last = whole.end - GRAIN;
-        if at > whole.start {
+        let fills = !planted("grain-not-filled");
+        if at > whole.start && fills {
             self.read_grain(whole.start, part_of(&mut buffer, 0))?;
         }
         let is_cut = end < whole.end && end < self.disk_bytes();
-        if is_cut && (last > whole.start || at == whole.start) {
+        if is_cut && fills && (last > whole.start || at == whole.start) {
             self.read_grain(last, part_of(&mut buffer, last - whole.start))?;
         }
         let skip = (at - whole.start) as usize;
