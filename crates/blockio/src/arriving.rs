@@ -209,6 +209,13 @@ impl Arriving {
         })
     }
 
+    /// Nothing comes any more, and it becomes a disk's top, of which the disk alone says what is where.
+    pub(crate) fn let_go(&self) {
+        if let How::Over(over) = &self.how {
+            over.let_go();
+        }
+    }
+
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes

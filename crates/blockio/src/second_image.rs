@@ -160,6 +160,11 @@ impl SecondImage {
         }
     }
 
+    /// The disk goes on with it, and stands still until then: waits until nobody says any more what is where of a delta.
+    pub fn let_go(&self) {
+        self.0.image.let_go();
+    }
+
     /// Makes durable what was written. A failure ends the copying, and every later one fails, too.
     pub fn sync(&self) -> Result<(), Error> {
         self.0.sync()

@@ -14,8 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 use godwit_delta::{GRAIN, Grain, Layout, States};
 use godwit_types::plant::planted;
-use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::Errno;
+use rustix::fs::{FallocateFlags, fallocate, fdatasync};
+use rustix::io::{Errno, retry_on_intr};
 
 use super::{Delta, Words, file_of, tables, unusable};
 use crate::kept_room::KeptRoom;
@@ -36,6 +36,8 @@ pub(crate) struct Filling {
     raw: File,
     /// Held by whoever changes states: words are shared by many grains.
     changes: Mutex<()>,
+    /// Held by whoever writes tables: whether others do so from now on.
+    is_let_go: Mutex<bool>,
 }
 
 impl Filling {
@@ -60,6 +62,7 @@ impl Filling {
             lower: below.map_err(failed)?,
             raw: file_of(raw.as_fd()).map_err(failed)?,
             changes: Mutex::default(),
+            is_let_go: Mutex::default(),
         })
     }
 
@@ -181,6 +184,11 @@ impl Filling {
     /// Makes durable what was written, and then what says where it is, while others go on writing: what they say after this has begun is not
     /// written, since what it tells of may not be durable.
     pub(crate) fn settle(&self) -> Result<(), Errno> {
+        let is_let_go = self.is_let_go.lock();
+        let is_let_go = is_let_go.unwrap_or_else(PoisonError::into_inner);
+        if *is_let_go {
+            return retry_on_intr(|| fdatasync(&self.file));
+        }
         let said: Vec<_> = {
             let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
             let marked = self.states.marked().into_iter();
@@ -197,6 +205,14 @@ impl Filling {
             }
         }
         Ok(())
+    }
+}
+
+impl Filling {
+    /// It becomes a disk's top, which has its states and its tables from now on: nothing of them is written here any more once this has returned.
+    pub(crate) fn let_go(&self) {
+        let is_let_go = self.is_let_go.lock();
+        *is_let_go.unwrap_or_else(PoisonError::into_inner) = true;
     }
 }
 
@@ -288,6 +304,21 @@ mod tests {
         assert_eq!(read(&filling, BYTES - 512)[0], 0);
         assert_eq!(top.states().get(0), Grain::Present);
         assert_eq!(top.states().get(1), Grain::Zero);
+    }
+
+    #[test]
+    fn what_was_let_go_has_its_tables_written_by_nobody_else() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let at = directory.path().join("raw");
+        std::fs::write(&at, vec![1; BYTES as usize]).unwrap();
+        let raw = Image::open(&at, Access::ReadOnly, 512).unwrap();
+        let top = delta(directory.path(), "top", 2);
+        let arriving = Arriving::over(&top, &[], &raw).unwrap();
+        let content = [3; GRAIN as usize];
+        arriving.apply(1, 1, &(0..GRAIN), Some(&content)).unwrap();
+        arriving.let_go();
+        arriving.sync().unwrap();
+        assert_eq!(top.states().marked(), [0]);
     }
 
     #[test]

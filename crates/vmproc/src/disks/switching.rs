@@ -173,6 +173,8 @@ impl Served {
         });
         let switched = match went {
             Ok((standing, began)) => {
+                // Whoever makes it durable just now must not write over what the disk writes of it afterwards.
+                mirror.second.let_go();
                 self.change_image(going, standing, image);
                 Ok(Some(began.elapsed()))
             }
