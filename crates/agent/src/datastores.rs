@@ -5,7 +5,7 @@
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::disk_record::DiskRecord;
-use crate::preflight::{can_be_made, reserved_path};
+use crate::preflight::{bytes_over, can_be_made, reserved_path};
 use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
@@ -55,9 +55,10 @@ impl Here<'_> {
         device_must_take(path, self.measured(of.1).map_or(0, |(bytes, _)| bytes))
     }
 
-    /// What a disk's image takes; nothing of one that cannot be looked at, which its VM process then says.
+    /// What a disk's images take; nothing of one that cannot be looked at, which its VM process then says.
     fn used_bytes(&self, disk: &DiskSpec) -> u64 {
-        self.measured(disk).map_or(0, |(_, used)| used)
+        let own = self.measured(disk).map_or(0, |(_, used)| used);
+        own.saturating_add(bytes_over(Path::new(&disk.path)))
     }
 
     /// Bytes of its image, and those that it takes.

@@ -81,11 +81,8 @@ fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
         (true, _) => {}
     }
     let (bytes, own_bytes) = length_and_use(&file, end).map_err(told)?;
-    let layered = !is_device && description_of(at).symlink_metadata().is_ok();
-    let used_bytes = match layered {
-        true => own_bytes.saturating_add(beside(at)),
-        false => own_bytes,
-    };
+    let layered = is_layered(at);
+    let used_bytes = own_bytes.saturating_add(bytes_over(at));
     Ok(DiskToMove {
         layered,
         name: disk.name.clone(),
@@ -94,8 +91,17 @@ fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
     })
 }
 
-/// Bytes that the images take which may lie over this one.
-fn beside(image: &Path) -> u64 {
+/// Whether it is said beside this image that it is a part of its disk only.
+fn is_layered(image: &Path) -> bool {
+    let is_device = is_device_path(&image.to_string_lossy());
+    !is_device && description_of(image).symlink_metadata().is_ok()
+}
+
+/// Bytes that the images take which lie over this one, where it is a part of its disk only.
+pub(crate) fn bytes_over(image: &Path) -> u64 {
+    if !is_layered(image) {
+        return 0;
+    }
     let own = image.file_name().and_then(|name| name.to_str());
     let (Some(own), Some(names)) = (own, image.parent().and_then(|above| above.read_dir().ok()))
     else {

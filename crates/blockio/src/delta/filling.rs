@@ -318,7 +318,7 @@ mod tests {
         arriving.apply(1, 1, &(0..GRAIN), Some(&content)).unwrap();
         arriving.let_go();
         arriving.sync().unwrap();
-        assert_eq!(top.states().marked(), [0]);
+        assert_eq!(top.states().marked(), [0_u64]);
     }
 
     #[test]

@@ -369,7 +369,8 @@ impl Served {
     }
 
     fn copy(self: &Arc<Self>, going: &mut Going<'_>) -> Result<Duration, Stopped> {
-        let _held = self.hold_tidying(HOLD_WAIT)?;
+        let held = has_layers(&going.spec.path).then(|| self.hold_tidying(HOLD_WAIT));
+        let _held = held.transpose()?;
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
         self.go_over(going, &mirror, image)
