@@ -10,7 +10,7 @@ use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::snapshots::{Quiesce, SnapshotRequest, Snapshots, TakeSnapshot};
 use godwit_types::vm::VmState;
 use std::fs::File;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -306,6 +306,9 @@ fn an_image_that_was_put_back_alone_is_not_given_the_snapshots_of_the_one_that_w
     std::fs::rename(&site.path, &aside)?;
     // Content alone: what a backup program keeps that knows of no attributes.
     std::fs::write(&site.path, std::fs::read(&aside)?)?;
+    let owner = aside.metadata()?;
+    chown(&site.path, Some(owner.uid()), Some(owner.gid()))?;
+    std::fs::set_permissions(&site.path, owner.permissions())?;
     let refused = done(&site, &VmRequest::Start).err().context("it is used")?;
     ensure!(
         format!("{refused:#}").contains("is another image than"),
