@@ -343,6 +343,33 @@ fn an_older_description_that_was_put_back_does_not_bring_an_older_disk_back() ->
     start(&site)
 }
 
+#[test]
+fn a_disk_that_nobody_but_the_vms_own_user_may_read_has_snapshots_too() -> Result<()> {
+    let site = Site::of_own_user()?;
+    take(&site, "one")?;
+    site.goes_on(&site.pair.a, 5)?;
+    let described = PathBuf::from(format!("{}.images", site.path.display()));
+    let owner = |path: &Path| path.metadata().map(|found| found.uid());
+    ensure!(
+        owner(&described)? == owner(&site.path)?,
+        "whoever may write it says what the disk is"
+    );
+    // Each of them reads what the former has written.
+    take(&site, "two")?;
+    ensure!(names(&site)? == ["one", "two"]);
+    let round = stop(&site)?;
+    has_round(&site, &top(&site)?, round)?;
+    revert(&site, "one")?;
+    start(&site)?;
+    for name in ["one", "two"] {
+        delete(&site, name)?;
+    }
+    is_tidy(&site)?;
+    let last = stop(&site)?;
+    ensure!(top(&site)? == "root.raw", "{}", top(&site)?);
+    has_round(&site, "root.raw", last)
+}
+
 /// Changes what a delta says that it is, or changes it back.
 fn change_label(extent: &Path) -> Result<()> {
     let mut bytes = std::fs::read(extent)?;

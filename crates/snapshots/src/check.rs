@@ -12,6 +12,8 @@ use std::collections::BTreeSet;
 const NAME_LEN_MAX: usize = 255;
 /// Longest path, bytes.
 const PATH_LEN_MAX: usize = 4096;
+/// More images than this are never made of a disk.
+const NEXT_MAX: u64 = 1 << 40;
 /// Digits of what a delta says that it is.
 const ID_DIGITS: usize = 32;
 
@@ -29,6 +31,9 @@ impl Images {
         }
         if self.bytes == 0 || self.bytes > DISK_GIB_MAX << 30 {
             return Err(format!("a disk of {} bytes is described", self.bytes));
+        }
+        if self.next > NEXT_MAX {
+            return Err(format!("a next image of number {} is described", self.next));
         }
         if !is_number(&self.mark) {
             return Err("by which mark its own image knows it is not described".to_owned());

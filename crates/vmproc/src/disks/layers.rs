@@ -46,6 +46,8 @@ pub(super) struct Place<'a> {
     /// Of the VM's QEMU.
     pub owner: User,
     pub spec: &'a DiskSpec,
+    /// Device and inode of the disk's own image, where somebody has it open: what lies under its name later may be another one.
+    pub image: Option<(u64, u64)>,
 }
 
 /// The same for whoever looks later.
@@ -55,6 +57,7 @@ pub(super) struct OwnedPlace {
     paths: Paths,
     owner: User,
     pub spec: DiskSpec,
+    image: Option<(u64, u64)>,
 }
 
 impl OwnedPlace {
@@ -64,6 +67,7 @@ impl OwnedPlace {
             paths: &self.paths,
             owner: self.owner,
             spec: &self.spec,
+            image: self.image,
         }
     }
 }
@@ -87,6 +91,7 @@ impl Place<'_> {
             paths: self.paths.clone(),
             owner: self.owner,
             spec: self.spec.clone(),
+            image: self.image,
         }
     }
 
@@ -313,7 +318,7 @@ impl Place<'_> {
         }
         let (descriptor, extent) = (self.descriptor(name), self.extent(name));
         // The descriptor makes it one.
-        let gone = self.as_common(|| {
+        let gone = self.as_opener(|| {
             let gone = images::remove(&descriptor) && images::remove(&extent);
             gone.then_some(())
                 .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())

@@ -10,6 +10,7 @@ use super::resize::AtRest;
 use super::served::refused;
 use crate::faults::reached;
 use crate::files::Paths;
+use godwit_blockio::Image;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Fresh, Images, Snapshot};
 use godwit_types::host_api::VmProcessConfig;
@@ -17,6 +18,8 @@ use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use rustix::fs::fstat;
+use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The disks of a VM that its guest may write.
@@ -25,6 +28,8 @@ pub(super) struct All<'a> {
     pub paths: &'a Paths,
     pub owner: User,
     pub specs: Vec<DiskSpec>,
+    /// Device and inode of the own image of each that somebody has open, by name.
+    pub images: BTreeMap<String, (u64, u64)>,
 }
 
 /// What a disk consists of, and what it is to consist of.
@@ -41,6 +46,7 @@ impl All<'_> {
             paths: self.paths,
             owner: self.owner,
             spec,
+            image: self.images.get(&spec.name).copied(),
         }
     }
 
@@ -57,17 +63,7 @@ impl All<'_> {
     /// What each consists of.
     fn load(&self) -> Result<Vec<Images>, ApiError> {
         let load = |spec| {
-            let place = self.place(spec);
-            let found = place.load().and_then(|found| match found {
-                Some(images) => Ok(images),
-                None => {
-                    let found = std::fs::metadata(&spec.path);
-                    let bytes = found
-                        .map_err(|error| format!("{}: {error}", spec.path))?
-                        .len();
-                    Ok(Images::of_one(place.file_name()?, bytes, &random_number()?))
-                }
-            });
+            let found = self.place(spec).load();
             found.map_err(|why| self.refused(spec, &why))
         };
         self.specs.iter().map(load).collect()
@@ -341,7 +337,20 @@ impl AtRest {
             paths: &self.paths,
             owner: self.owner(),
             specs: written(&self.spec.disks),
+            images: BTreeMap::new(),
         }
+    }
+
+    /// The same with their images locked, for as long as what comes with it is kept.
+    fn all_locked(&self) -> Result<(All<'_>, Vec<Image>), ApiError> {
+        let mut all = self.all();
+        let locked = self.lock_all(&all.specs)?;
+        for (spec, image) in all.specs.iter().zip(&locked) {
+            let found = fstat(image).map_err(|error| all.refused(spec, &error.to_string()))?;
+            all.images
+                .insert(spec.name.clone(), (found.st_dev, found.st_ino));
+        }
+        Ok((all, locked))
     }
 
     pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
@@ -349,8 +358,7 @@ impl AtRest {
     }
 
     pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
-        let all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (all, _locked) = self.all_locked()?;
         all.must_not_be_reverting()?;
         all.forget_halves()?;
         let snapshot = all.snapshot(wish);
@@ -370,8 +378,7 @@ impl AtRest {
     }
 
     pub(crate) fn revert_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
-        let mut all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (mut all, _locked) = self.all_locked()?;
         all.forget_halves()?;
         // A disk that came later stays as it is.
         let loaded = all.load()?;
@@ -407,8 +414,7 @@ impl AtRest {
     }
 
     pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
-        let all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (all, _locked) = self.all_locked()?;
         all.must_not_be_reverting()?;
         let said = all.forget(name)?;
         all.forget_halves()?;

@@ -94,6 +94,10 @@ impl Served {
                 gid: what.gid,
             },
             specs: written(&what.disks),
+            images: what
+                .with_images()
+                .map(|(spec, image)| (spec.name.clone(), image))
+                .collect(),
         }
     }
 
