@@ -12,7 +12,8 @@
 //!    as it is to be, and what was answered is so.
 //! 3. A change that makes grains present or zero excludes every other change of the same grains until it has ended: what it fills a grain
 //!    with is never newer than what others wrote there. Changes of what is present exclude nobody.
-//! 4. An entry of the tables is written only after a sync that began after its grain was whole.
+//! 4. An entry of the tables is written only after a sync that began after its grain was whole, and none after a sync that failed.
+//! 5. Of those that wait none could go: whatever ends lets go at most those that it meets.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -206,9 +207,18 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
         if known || range.start >= range.end || range.end > self.bytes {
             return vec![Step::Answer { id, done: false }];
         }
-        self.held.push_back((id, change, durable));
-        self.release();
+        let grains = grains_of(range);
+        let locked = self.locked_by(&change);
+        match self.is_awaited(&grains) || self.is_excluded(&grains, &locked) {
+            true => self.held.push_back((id, change, durable)),
+            false => self.begin(id, change, (durable, grains, locked)),
+        }
         std::mem::take(&mut self.steps)
+    }
+
+    /// Storage may have lost what was answered: nothing is made durable any more, and whoever asks for that hears of it.
+    pub fn lose(&mut self) {
+        self.rounds.lose();
     }
 
     /// A guest's flush: what was answered before is durable once this is.
@@ -226,7 +236,9 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
             }
             let by_itself = work.is_straight;
             self.finish(id, done, (work.durable, by_itself));
-            self.release();
+            if self.is_awaited(&work.grains) {
+                self.release();
+            }
         }
         std::mem::take(&mut self.steps)
     }
@@ -282,6 +294,12 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
             self.begin(id, change, (durable, grains, locked));
         }
         self.held = waiting;
+    }
+
+    /// Whether a change that has not begun meets these grains.
+    fn is_awaited(&self, grains: &Range<u64>) -> bool {
+        let mut held = self.held.iter();
+        held.any(|held| meet(&grains_of(held.1.range()), grains))
     }
 
     fn is_excluded(&self, grains: &Range<u64>, locked: &Range<u64>) -> bool {
