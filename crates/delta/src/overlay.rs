@@ -12,7 +12,8 @@
 //!    as it is to be, and what was answered is so.
 //! 3. A change that makes grains present or zero excludes every other change of the same grains until it has ended: what it fills a grain
 //!    with is never newer than what others wrote there. Changes of what is present exclude nobody.
-//! 4. An entry of the tables is written only after a sync that began after its grain was whole.
+//! 4. An entry of the tables is written only after a sync that began after its grain was whole, and none after a sync that failed.
+//! 5. Of those that wait none could go: whatever ends lets go at most those that it meets, and what those let go.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -231,6 +232,11 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
         };
         self.held.extend(kept);
         std::mem::take(&mut self.steps)
+    }
+
+    /// Storage may have lost what was answered: nothing is made durable any more, and whoever asks for that hears of it.
+    pub fn lose(&mut self) {
+        self.rounds.lose();
     }
 
     /// A guest's flush: what was answered before is durable once this is.

@@ -41,7 +41,16 @@ impl Device {
 
     /// A disk that ends leaves nothing that only a process of this boot would know.
     pub(crate) fn close_deltas(&mut self) {
-        for delta in self.stack.take_deltas().into_iter().flatten() {
+        let Some(deltas) = self.stack.take_deltas() else {
+            let (disk, under_way) = (&self.name, self.stack.under_way());
+            tracing::warn!(
+                disk,
+                under_way,
+                "what lies above the disk's image is not closed, since its storage does not answer: who opens it next goes on where it was"
+            );
+            return;
+        };
+        for delta in deltas {
             if let Err(error) = delta.close() {
                 tracing::warn!(disk = self.name, %error, "what lies above the disk's image is not closed: who opens it next goes on where it was");
             }

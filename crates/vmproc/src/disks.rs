@@ -7,6 +7,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod beside;
 mod came;
 mod claim;
 mod cleaning;
@@ -15,6 +16,7 @@ mod devices;
 mod entry;
 mod format;
 mod former;
+mod gentle;
 #[cfg(test)]
 mod hardware_tests;
 mod history;

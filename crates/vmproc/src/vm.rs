@@ -18,6 +18,7 @@ use crate::migration::Migration;
 use crate::room::Room;
 use crate::server::{self, AtHand};
 use crate::shared_report::SharedReport;
+use crate::snapshotting::Lists;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
@@ -71,6 +72,8 @@ pub(crate) struct Vm {
     pub disk_work: DiskWork,
     /// What a thread does with the VM's disks.
     pub disk_order: Option<DiskOrder>,
+    /// Threads that list its snapshots.
+    pub lists: Lists,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
     /// Reports that could not be written yet.

@@ -266,6 +266,11 @@ impl Place<'_> {
         let image = image.as_fd();
         if images.is_one_raw() {
             self.as_opener(|| bear(image, &Mark::Begun(images.mark.clone())))?;
+            // While the description is there whoever dies here leaves somebody who does it again.
+            if let Err(why) = self.forget_own_descriptor() {
+                let disk = &self.spec.name;
+                tracing::info!(disk, why, "a descriptor that is not needed stays");
+            }
             return self.as_writer(image, || remove_document(&at).map_err(not_done));
         }
         self.as_opener(|| self.begin_on(image, images))?;

@@ -6,6 +6,7 @@
 //!
 //! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, and disks on block devices.
 
+use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
 use super::described::{NotDone, not_done};
 use super::images;
@@ -15,7 +16,7 @@ use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty,
+    Delta, NewDelta, Opening, Outliving, create, describe_over, forget_map, is_empty,
 };
 use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
@@ -35,8 +36,6 @@ use std::time::Duration;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// So many names are tried for a new image.
 const NUMBERS_MAX: usize = 64;
-/// By what deltas know a disk's own image: whoever reads a chain compares numbers.
-const OWN_IMAGE: u32 = 0x676f_6477;
 
 /// A disk whose images are looked at, with the rights with which they are opened.
 #[derive(Debug, Clone, Copy)]
@@ -159,15 +158,17 @@ impl Place<'_> {
             let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
             return Ok(Parent { cid, hint });
         }
-        let (descriptor, told) = (self.descriptor(name), (images.bytes, OWN_IMAGE));
-        self.as_opener(|| match descriptor.symlink_metadata() {
-            Ok(_) => Ok(()),
-            Err(_) => describe_base(&descriptor, name, told)
-                .map(drop)
-                .map_err(not_done),
-        })?;
+        let descriptor = self.descriptor(name);
+        self.as_opener(|| beside::describe(&descriptor, name, images.bytes))?;
         let cid = OWN_IMAGE;
         Ok(Parent { cid, hint })
+    }
+
+    /// The disk is one raw image again, which every program reads as it is.
+    pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
+        let name = self.file_name()?;
+        let descriptor = self.descriptor(name);
+        self.as_opener(|| beside::forget(&descriptor, name))
     }
 
     /// Opens what lies over the disk's own image, from the lowest to the top. `no_guest_lives`: nobody goes on who was told of anything that is
@@ -186,12 +187,68 @@ impl Place<'_> {
     }
 
     /// The same without the top.
-    pub fn open_lower(
+    fn open_lower(
         &self,
         images: &Images,
         patience: Duration,
         no_guest_lives: bool,
     ) -> Result<Vec<Delta>, String> {
+        let lower = self.lower(images)?.into_iter();
+        lower
+            .map(|name| self.open_frozen(images, name, patience, no_guest_lives))
+            .collect()
+    }
+
+    /// The same of what the disk has open by what it consisted of before: nothing long is read while it stands still. `merged`: one of them with
+    /// what it has got since, as whoever gave it that has it open.
+    pub fn keep_lower(
+        &self,
+        images: &Images,
+        mut had: Vec<Delta>,
+        merged: Option<Delta>,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let mut all = had.iter_mut();
+        if let Some(merged) = merged
+            && let Some(same) = all.find(|delta| delta.id() == merged.id())
+        {
+            same.go_by(merged);
+        }
+        let mut kept = Vec::new();
+        for name in self.lower(images)? {
+            let image = images.images.get(name);
+            let id = image.and_then(|image| id_of(image.id.as_deref()?));
+            let place = had.iter().position(|delta| Some(delta.id()) == id);
+            kept.push(match place {
+                Some(place) => had.remove(place),
+                None => self.open_frozen(images, name, patience, false)?,
+            });
+        }
+        Ok(kept)
+    }
+
+    /// The same with this top, which is open without a lock and is not frozen; no guest was told of anything that its tables do not say.
+    pub fn keep_under(
+        &self,
+        images: &Images,
+        had: Vec<Delta>,
+        top: Delta,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let mut deltas = self.keep_lower(images, had, None, patience)?;
+        let lock = lock_name(self.config, self.spec);
+        let outliving = Outliving {
+            map: &self.map_of(top.id()),
+            boot: boot()?,
+            no_guest_lives: true,
+        };
+        let top = top.into_top(opening(&lock, patience), outliving);
+        deltas.push(top.map_err(|error| error.to_string())?);
+        Ok(deltas)
+    }
+
+    /// The names of what lies between the disk's own image and the top, from the lowest one on.
+    fn lower<'a>(&self, images: &'a Images) -> Result<Vec<&'a str>, String> {
         let chain = images.chain(&images.top);
         let own = chain.last().map_or(Ok(false), |name| self.is_own(name));
         if !own? {
@@ -200,11 +257,8 @@ impl Place<'_> {
                 "the images of disk '{disk}' do not lie over {path}"
             ));
         }
-        let between = chain.iter().rev().skip(1);
-        let between = between.filter(|name| **name != images.top);
-        between
-            .map(|name| self.open_frozen(images, name, patience, no_guest_lives))
-            .collect()
+        let between = chain.into_iter().rev().skip(1);
+        Ok(between.filter(|name| *name != images.top).collect())
     }
 
     /// Whether this is the name of the disk's own image.
@@ -249,7 +303,21 @@ impl Place<'_> {
         };
         let path = self.extent(name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
-        opened.map_err(|error| error.to_string())
+        let opened = opened.map_err(|error| error.to_string())?;
+        let disk = &self.spec.name;
+        if opened.went_back() {
+            tracing::warn!(
+                disk,
+                "its storage had failed to keep what the guest before this one wrote: the disk begins as after a power cut"
+            );
+        }
+        if opened.is_lost() {
+            tracing::error!(
+                disk,
+                "its storage has failed to keep what its guest wrote: no flush of this guest succeeds any more; stop the VM and start it again"
+            );
+        }
+        Ok(opened)
     }
 
     /// Without a lock: the one on the disk's own image is for all that lie over it.
@@ -307,7 +375,7 @@ impl Place<'_> {
         let id = id.and_then(id_of);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
-            let _ = std::fs::remove_file(self.map_of(id));
+            let _ = forget_map(&self.map_of(id));
         }
         if self.extent(name).symlink_metadata().is_ok() && !self.is_to_go(name, id) {
             tracing::warn!(

@@ -1,19 +1,22 @@
 //! Gives up images that deleted snapshots have left, while the guest works with what lies over them.
 //!
 //! What is to be done is found in the descriptions alone ([`Images::unneeded`]), so that whoever comes after a kill begins it anew. Contents are copied
-//! while nothing is held up; then the description is written, and the disk stands still for as long as it takes to open other files.
+//! while nothing is held up, beside guests that come first ([`super::gentle`]); then the description is written, and the disk stands still until that
+//! is durable. What it goes on with is open before.
 //!
 //! Owns one thread at a time for all disks of a QEMU, which keeps a disk's image locked for as long as it works on it: a thread that storage holds up may
-//! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails is told, and tried again after a pause.
+//! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails, also for want of room, is told, and tried again
+//! after a pause.
 
 use super::LOCK_WAIT;
+use super::gentle::rest_after;
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::snapshots::All;
 use super::standing::end_unless;
 use crate::adoption::lock;
 use crate::faults::reached;
-use godwit_blockio::delta::{Merged, Target, merge as merge_images};
+use godwit_blockio::delta::{Delta, Merged, Target, merge as merge_images};
 use godwit_snapshots::{Images, Tidying};
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::{Disk, Standing};
@@ -28,6 +31,8 @@ const LAST_BYTES: u64 = 4 << 20;
 const FREEZES_MAX: u32 = 8;
 /// No more than this is copied while a guest waits, bytes.
 const LAST_BYTES_MAX: u64 = 64 << 20;
+/// So many times its guest may have been faster before it is merged without rests.
+const FREEZES_GENTLY: u32 = FREEZES_MAX / 2;
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
 /// When what did not come to its end is tried again.
@@ -42,6 +47,8 @@ pub(super) struct Tidies {
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
     why: Mutex<String>,
+    /// A copy has failed: what was to become durable then may be read without being so.
+    has_failed: AtomicBool,
 }
 
 impl Tidies {
@@ -168,12 +175,14 @@ impl Served {
             return Ok(Looked::Done);
         };
         match &tidying {
-            Tidying::Drop { .. } => self.commit(&one, &tidying),
+            Tidying::Drop { .. } => self.commit(&one, &tidying, None),
             Tidying::Up { image, above } => {
-                self.merge_and_commit(&one, (&images, &tidying), (image, above, true))
+                let copy = (image.as_str(), above.as_str(), true);
+                self.merge_and_commit(&one, (&images, &tidying), copy, *freezes)
             }
             Tidying::Down { image, above } => {
-                self.merge_and_commit(&one, (&images, &tidying), (above, image, false))
+                let copy = (above.as_str(), image.as_str(), false);
+                self.merge_and_commit(&one, (&images, &tidying), copy, *freezes)
             }
             Tidying::DownTop { image } => {
                 let top = bytes(&images.top);
@@ -198,41 +207,68 @@ impl Served {
         &self,
         one: &One<'_>,
         (images, tidying): (&Images, &Tidying),
-        pair: (&str, &str, bool),
+        (from, into, lacking): (&str, &str, bool),
+        freezes: u32,
     ) -> Result<Looked, String> {
-        match self.merge(one, images, pair)? {
-            true => self.commit(one, tidying),
+        let from = one.place.get().open_unlocked(images, from)?;
+        let mut target = self.target(one, images, into)?;
+        let rests = freezes < FREEZES_GENTLY;
+        let into = (target.as_mut(), images.bytes);
+        match self.merge(one, (&from, lacking), into, rests)? {
+            true => self.commit(one, tidying, target),
             false => Ok(Looked::Later("its guest has ended")),
         }
+    }
+
+    /// The delta that is to get content; nothing where that is the disk's own image.
+    fn target(&self, one: &One<'_>, images: &Images, name: &str) -> Result<Option<Delta>, String> {
+        let place = one.place.get();
+        if place.is_own(name)? {
+            return Ok(None);
+        }
+        let target = place.open_unlocked(images, name)?;
+        if self.tidies.has_failed.load(Ordering::SeqCst) {
+            target.doubt();
+        }
+        Ok(Some(target))
     }
 
     /// Copies one image into another, durably. Returns whether it came to its end.
     fn merge(
         &self,
         one: &One<'_>,
-        images: &Images,
-        (from, into, lacking): (&str, &str, bool),
+        (from, lacking): (&Delta, bool),
+        (into, bytes): (Option<&mut Delta>, u64),
+        rests: bool,
     ) -> Result<bool, String> {
-        let place = one.place.get();
-        let from = place.open_unlocked(images, from)?;
-        let goes_on = |_: Merged| self.goes_on(one);
-        let told = |error: godwit_blockio::Error| error.to_string();
-        let merged = match place.is_own(into)? {
-            true => {
-                let target = Target::Raw(one.own, images.bytes);
-                merge_images(&from, target, lacking, goes_on).map_err(told)?
+        let (mut began, mut copied) = (Instant::now(), 0);
+        let goes_on = |done: Merged| {
+            let piece = done.copied.saturating_sub(copied);
+            if rests && self.goes_on(one) {
+                std::thread::sleep(rest_after(began.elapsed(), piece));
             }
-            false => {
-                let mut into = place.open_unlocked(images, into)?;
-                merge_images(&from, Target::Delta(&mut into), lacking, goes_on).map_err(told)?
-            }
+            (began, copied) = (Instant::now(), done.copied);
+            self.goes_on(one)
         };
+        let target = match into {
+            Some(delta) => Target::Delta(delta),
+            None => Target::Raw(one.own, bytes),
+        };
+        let merged = merge_images(from, target, lacking, goes_on).map_err(|error| {
+            self.tidies.has_failed.store(true, Ordering::SeqCst);
+            error.to_string()
+        })?;
         reached("snapshot.merged");
         Ok(merged.is_some())
     }
 
-    /// Writes down what is left once that is done, and has the disk go on with it.
-    fn commit(&self, one: &One<'_>, tidying: &Tidying) -> Result<Looked, String> {
+    /// Writes down what is left once that is done, and has the disk go on with it. `merged`: the delta that has more content now.
+    fn commit(
+        &self,
+        one: &One<'_>,
+        tidying: &Tidying,
+        merged: Option<Delta>,
+    ) -> Result<Looked, String> {
         let _one = lock(&self.descriptions);
         let Some((images, now)) = self.still(one, tidying)? else {
             return Ok(Looked::Further);
@@ -250,9 +286,8 @@ impl Served {
             let (its, images) = (one.place.clone(), now.clone());
             let changed = standing.change_layers(move |mut had| {
                 let top = had.pop();
-                // Their locks are this disk's own.
-                drop(had);
-                let mut deltas = its.get().open_lower(&images, LOCK_WAIT, false)?;
+                let place = its.get();
+                let mut deltas = place.keep_lower(&images, had, merged, LOCK_WAIT)?;
                 deltas.extend(top);
                 Ok(deltas)
             });
@@ -271,23 +306,24 @@ impl Served {
         let Some(_alone) = self.serve_alone(one.index) else {
             return Ok(Looked::Later("it is being served anew"));
         };
-        let place = one.place.get();
+        let mut below = self.target(one, &images, image)?;
         let standing = self.hold_still(one)?;
         standing.settle().map_err(|error| error.to_string())?;
-        if !self.merge(one, &images, (&images.top, image, false))? {
+        let top = one.place.get().open_unlocked(&images, &images.top)?;
+        let into = (below.as_mut(), images.bytes);
+        if !self.merge(one, (&top, false), into, false)? {
             return Ok(Looked::Later("its guest has ended"));
         }
-        if !place.is_own(image)? {
-            let mut below = place.open_unlocked(&images, image)?;
+        drop(top);
+        if let Some(below) = &mut below {
             below.thaw().map_err(|error| error.to_string())?;
         }
         let standing = save_or_back(one, (&images, &now), standing)?;
         reached("snapshot.tidied");
         let (its, after) = (one.place.clone(), now.clone());
-        let changed = standing.change_layers(move |had| {
-            // Their locks are this disk's own.
-            drop(had);
-            its.get().open(&after, LOCK_WAIT, true)
+        let changed = standing.change_layers(move |had| match below {
+            None => Ok(Vec::new()),
+            Some(below) => its.get().keep_under(&after, had, below, LOCK_WAIT),
         });
         end_unless(changed, &one.place.spec, standing);
         clean_up_after(&one.place, &images, &now);
