@@ -174,6 +174,7 @@ mod tests {
             after: None,
             image: String::new(),
             made_unix_s: 1_800_000_000,
+            begun: false,
             quiesced: false,
             text: "before the update".to_owned(),
             disks: vec!["root".to_owned()],

@@ -71,6 +71,9 @@ pub struct Snapshot {
     pub image: String,
     /// Seconds since 1970.
     pub made_unix_s: u64,
+    /// It is not certain yet that all of its disks have it: one that some lack is a half, which nobody is told of.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub begun: bool,
     /// Whether the guest had written all that it was asked to keep, and wrote nothing at that moment.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
@@ -252,13 +255,14 @@ impl Images {
         (self.below(&self.top) == Some(&last.image)).then_some(last)
     }
 
-    /// Once it is certain that the guest's file systems stood still for this snapshot.
+    /// Once it is certain that all disks have this snapshot; `quiesced`: and that the guest's file systems stood still for it.
     #[must_use]
-    pub fn quiesced(&self, name: &SnapshotName) -> Self {
+    pub fn taken(&self, name: &SnapshotName, quiesced: bool) -> Self {
         let mut now = self.clone();
         let mut all = now.snapshots.iter_mut();
         if let Some(snapshot) = all.find(|snapshot| snapshot.name == *name) {
-            snapshot.quiesced = true;
+            snapshot.begun = false;
+            snapshot.quiesced |= quiesced;
         }
         now
     }

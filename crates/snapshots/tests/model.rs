@@ -120,6 +120,7 @@ impl World {
             after: None,
             image: String::new(),
             made_unix_s: 0,
+            begun: false,
             quiesced: false,
             text: String::new(),
             disks: vec!["disk".to_owned()],

@@ -525,19 +525,21 @@ impl Stack<Engine> {
 }
 
 /// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
-pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> bool {
-    let image = Image::of(file, path, Access::ReadWrite, block_bytes);
-    let Ok(found) = image.and_then(Found::of) else {
-        return false;
+pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, Error> {
+    let found = Image::of(file, path, Access::ReadWrite, block_bytes).and_then(Found::of);
+    let found = match found {
+        Err(error) if !error.is_of_storage() => return Ok(false),
+        found => found?,
     };
     let data = found.layout.data_at()..found.layout.file_bytes();
-    let holds_bytes = match found.label.in_use {
-        Use::Open { .. } => !matches!(tables::next_data(&found.image, data), Ok(None)),
-        Use::Closed | Use::Frozen => false,
-    };
-    let states = found.own_states().ok().filter(|_| !holds_bytes);
-    states
-        .is_some_and(|states| states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
+    if let Use::Open { .. } = found.label.in_use {
+        let next = tables::next_data(&found.image, data);
+        if next.map_err(|source| found.failed(source))?.is_some() {
+            return Ok(false);
+        }
+    }
+    let states = found.own_states()?;
+    Ok(states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
 }
 
 /// Reads a descriptor and no more of it than one may have.

@@ -7,7 +7,7 @@
 
 use super::former::Former;
 use super::kept::{is_kept, said_of_another};
-use super::layers::has_layers;
+use super::layers::has_layers_here;
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::adoption::lock;
@@ -249,7 +249,7 @@ impl Served {
             known: known.as_ref(),
             anew: taking == Taking::Anew,
             fresh: &fresh,
-            layered: lock(&self.layered).contains(&spec.name) || has_layers(&spec.path),
+            layered: lock(&self.layered).contains(&spec.name) || has_layers_here(&spec.path),
         }))
     }
 

@@ -204,7 +204,7 @@ impl Served {
         if spec.read_only {
             return Err(self.not_so(&format!("its guest only reads disk '{name}', which is not moved: copy the file, and describe the VM anew while it is off")));
         }
-        if has_layers(&spec.path) {
+        if lock(&self.layered).contains(name) || has_layers(&self.config, what.uid, &spec.path) {
             let why = has_snapshots("moved");
             return Err(self.not_so(&format!("its disk '{name}' is not moved: {why}")));
         }

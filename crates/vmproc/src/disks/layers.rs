@@ -27,6 +27,7 @@ use godwit_types::host_api::VmProcessConfig;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
+use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -78,9 +79,23 @@ pub(super) fn has_snapshots(changed: &str) -> String {
     )
 }
 
-/// Whether somebody may be told to have a description beside this image: where its own path says nothing of that.
-pub(super) fn has_layers(path: &str) -> bool {
-    !is_device_path(path) && description_of(Path::new(path)).symlink_metadata().is_ok()
+/// Whether there is a description beside this image, or may be one: only who hears that there is none changes the disk as if it were one image.
+/// `uid`: of the VM's QEMU.
+pub(super) fn has_layers(config: &VmProcessConfig, uid: u32, path: &str) -> bool {
+    let at = description_of(Path::new(path));
+    let found = || as_opener(config, uid, || at.symlink_metadata().map(drop));
+    let is_none = |error: io::Error| error.kind() == io::ErrorKind::NotFound;
+    !is_device_path(path) && !found().is_err_and(is_none)
+}
+
+/// The same for whoever has the rights of the image's opener already.
+pub(super) fn has_layers_here(path: &str) -> bool {
+    let found = description_of(Path::new(path)).symlink_metadata();
+    let is_none = |error: io::Error| {
+        let kind = error.kind();
+        kind == io::ErrorKind::NotFound || kind == io::ErrorKind::PermissionDenied
+    };
+    !is_device_path(path) && !found.is_err_and(is_none)
 }
 
 impl Place<'_> {
@@ -355,8 +370,8 @@ impl Place<'_> {
         self.paths.run.join(format!("delta-{id:032x}.states"))
     }
 
-    /// Bytes that an image holds.
-    pub fn bytes_of(&self, images: &Images, name: &str) -> u64 {
+    /// Bytes that an image holds; nothing where that cannot be told.
+    pub fn bytes_of(&self, images: &Images, name: &str) -> Option<u64> {
         let is_delta = images
             .images
             .get(name)
@@ -365,8 +380,8 @@ impl Place<'_> {
             true => self.extent(name),
             false => self.sibling(name),
         };
-        path.symlink_metadata()
-            .map_or(0, |found| found.blocks().saturating_mul(512))
+        let found = path.symlink_metadata().ok()?;
+        Some(found.blocks().saturating_mul(512))
     }
 
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
@@ -377,12 +392,19 @@ impl Place<'_> {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
         }
-        if self.extent(name).symlink_metadata().is_ok() && !self.is_to_go(name, id) {
-            tracing::warn!(
-                name,
-                "a file has the name of an image that is not needed, and is another one: it stays"
-            );
-            return true;
+        match self.is_to_go(name, id) {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::warn!(
+                    name,
+                    "a file has the name of an image that is not needed, and is another one: it stays"
+                );
+                return true;
+            }
+            Err(why) => {
+                tracing::warn!(name, why, "an image that is not needed is not removed yet");
+                return false;
+            }
         }
         let (descriptor, extent) = (self.descriptor(name), self.extent(name));
         // The descriptor makes it one.
@@ -394,14 +416,25 @@ impl Place<'_> {
         gone.is_ok()
     }
 
-    fn is_to_go(&self, name: &str, id: Option<Id>) -> bool {
+    /// Whether under this name is the delta of this number, or an empty one where there is none, or nothing.
+    fn is_to_go(&self, name: &str, id: Option<Id>) -> Result<bool, String> {
         let path = self.extent(name);
-        let Ok(file) = self.open_beside(name, false) else {
-            return false;
-        };
-        match id {
-            Some(id) => Delta::unlocked((file, &path), id, BLOCK).is_ok(),
-            None => is_empty((file, &path), BLOCK),
+        let found = self.as_opener(|| match path.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => Ok(found.map(|_| true)?),
+        });
+        if !found? {
+            return Ok(true);
+        }
+        let file = self.open_beside(name, false)?;
+        match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
+            None => {
+                let file = self.open_beside(name, false)?;
+                is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
+            }
+            Some(Ok(_)) => Ok(true),
+            Some(Err(error)) if error.is_of_storage() => Err(error.to_string()),
+            Some(Err(_)) => Ok(false),
         }
     }
 
@@ -418,8 +451,8 @@ impl Place<'_> {
 
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
-        for (name, _) in self.unnamed(images) {
-            if self.is_to_go(&name, None) {
+        for (name, _) in self.unnamed(images).unwrap_or_default() {
+            if self.is_to_go(&name, None) == Ok(true) {
                 self.remove(&name, None);
             }
         }
@@ -428,12 +461,16 @@ impl Place<'_> {
     /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
     /// a later description.
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
-        let mut later = self.unnamed(images).into_iter();
-        let later =
-            later.find(|(name, number)| *number >= images.next && !self.is_to_go(name, None));
-        match later {
+        let later = self.unnamed(images)?.into_iter();
+        let mut later = later.filter(|(_, number)| *number >= images.next);
+        let is_older = later.find_map(|(name, _)| match self.is_to_go(&name, None) {
+            Ok(true) => None,
+            Ok(false) => Some(Ok(name)),
+            Err(why) => Some(Err(why)),
+        });
+        match is_older.transpose()? {
             None => Ok(()),
-            Some((name, _)) => Err(format!(
+            Some(name) => Err(format!(
                 "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
                 description_of(self.path()).display()
             )),
@@ -441,21 +478,24 @@ impl Place<'_> {
     }
 
     /// Names of deltas of this disk that are not described, and their numbers.
-    fn unnamed(&self, images: &Images) -> Vec<(String, u64)> {
-        let Ok(own) = self.file_name() else {
-            return Vec::new();
-        };
-        let beside = self.path().parent().and_then(|above| above.read_dir().ok());
+    fn unnamed(&self, images: &Images) -> Result<Vec<(String, u64)>, String> {
+        let own = self.file_name()?;
         let number = |name: &str| {
             let name = name.strip_suffix("-sesparse.vmdk")?;
             let number = name.strip_prefix(own)?.strip_prefix(".d")?.parse().ok()?;
             Some((name.to_owned(), number))
         };
-        let names = beside.into_iter().flatten().flatten();
-        let found = names.filter_map(|entry| number(entry.file_name().to_str()?));
         let is_named =
             |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
-        found.filter(|(name, _)| !is_named(name)).collect()
+        let above = self.path().parent().unwrap_or(Path::new("/"));
+        self.as_opener(|| {
+            let mut found = Vec::new();
+            for entry in above.read_dir()? {
+                found.extend(entry?.file_name().to_str().and_then(number));
+            }
+            found.retain(|(name, _)| !is_named(name));
+            Ok(found)
+        })
     }
 
     /// A number for the next delta under whose name there is nothing.

@@ -20,6 +20,7 @@ use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
 use rustix::fs::fstat;
 use std::collections::BTreeMap;
+use std::os::fd::AsFd as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The disks of a VM that its guest may write.
@@ -81,7 +82,7 @@ impl All<'_> {
             }
         }
         let left = self.specs.iter().zip(&all).map(|(spec, images)| {
-            let bytes = |name: &str| self.place(spec).bytes_of(images, name);
+            let bytes = |name: &str| self.place(spec).bytes_of(images, name).unwrap_or_default();
             unneeded(images, &bytes)
         });
         Ok(Snapshots {
@@ -110,7 +111,8 @@ impl All<'_> {
                     .get(*name)
                     .is_some_and(|image| image.id.is_some())
             });
-            delta.map_or(0, |name| self.place(spec).bytes_of(images, name))
+            let bytes = delta.and_then(|name| self.place(spec).bytes_of(images, name));
+            bytes.unwrap_or_default()
         });
         SnapshotView {
             name: snapshot.name.clone(),
@@ -176,6 +178,7 @@ impl All<'_> {
             after: None,
             image: String::new(),
             made_unix_s: since.unwrap_or_default().as_secs(),
+            begun: self.specs.len() > 1,
             quiesced: false,
             text: wish.text.clone(),
             disks: self.specs.iter().map(|spec| spec.name.clone()).collect(),
@@ -202,22 +205,26 @@ impl All<'_> {
     }
 
     /// Forgets a snapshot that some of its disks lack since whoever took it died, and removes what was made for one and not named. One that lacks a
-    /// disk for another reason stays: what it holds of the others may be wanted.
-    pub(super) fn forget_halves(&self) -> Result<(), ApiError> {
+    /// disk for another reason, as where that was put back from a backup, stays: what it holds of the others may be wanted. Returns whether any was
+    /// forgotten.
+    pub(super) fn forget_halves(&self) -> Result<bool, ApiError> {
         let all = self.load()?;
+        let mut forgot = false;
         for (spec, images) in self.specs.iter().zip(&all) {
             self.place(spec).remove_unnamed(images);
-            let Some(half) = images
-                .taken_last()
-                .filter(|one| !self.lacking(&all, one).is_empty())
-            else {
+            let Some(last) = images.taken_last().filter(|last| last.begun) else {
                 continue;
             };
-            let now = images.forget(&half.name);
+            let is_half = !self.lacking(&all, last).is_empty();
+            let now = match is_half {
+                true => images.forget(&last.name),
+                false => Ok(images.taken(&last.name, false)),
+            };
             let saved = now.and_then(|now| self.place(spec).save(&now));
             saved.map_err(|why| self.refused(spec, &why))?;
+            forgot |= is_half;
         }
-        Ok(())
+        Ok(forgot)
     }
 
     /// Of several disks some may go back and others not where this process dies: none is used before all of them have. Where this fails, or what
@@ -302,10 +309,14 @@ impl All<'_> {
         format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}{like}")
     }
 
-    /// Before this a snapshot counts as one after a power cut.
-    pub(super) fn note_quiesced(&self, name: &SnapshotName) -> Result<(), ApiError> {
+    /// All of its disks have it. Before this a snapshot counts as one that may be a half, and as one after a power cut.
+    pub(super) fn note_taken(&self, name: &SnapshotName, quiesced: bool) -> Result<(), ApiError> {
         for (spec, images) in self.specs.iter().zip(self.load()?) {
-            let saved = self.place(spec).save(&images.quiesced(name));
+            let now = images.taken(name, quiesced);
+            if now == images {
+                continue;
+            }
+            let saved = self.place(spec).save(&now);
             saved.map_err(|why| self.refused(spec, &why))?;
         }
         Ok(())
@@ -358,7 +369,7 @@ impl AtRest {
     }
 
     pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
-        let (all, _locked) = self.all_locked()?;
+        let (all, locked) = self.all_locked()?;
         all.must_not_be_reverting()?;
         all.forget_halves()?;
         let snapshot = all.snapshot(wish);
@@ -366,8 +377,15 @@ impl AtRest {
             |images, fresh| images.take(snapshot.clone(), fresh),
             |_| None,
         )?;
+        for (spec, image) in all.specs.iter().zip(&locked) {
+            self.note_layered(spec, image.as_fd())
+                .inspect_err(|_| all.unmake(&changed))?;
+        }
         match all.commit(&changed) {
-            Ok(()) => Ok(all.taken(wish, None, Err(String::new()))),
+            Ok(()) => {
+                all.note_taken(&wish.name, false)?;
+                Ok(all.taken(wish, None, Err(String::new())))
+            }
             Err((error, unsure)) => {
                 if unsure.is_empty() {
                     all.unmake(&changed);
@@ -401,7 +419,12 @@ impl AtRest {
         let revert = |images: &Images, fresh: &Fresh| images.revert(name, fresh);
         let changed = all.prepare(revert, image)?;
         all.begin_revert(&changed, name)?;
-        all.commit(&changed).map_err(|(error, _)| error)?;
+        // None is put back where one fails: each says itself that it is to go back, or has.
+        for (spec, one) in all.specs.iter().zip(&changed) {
+            let saved = all.place(spec).save(&one.now);
+            saved.map_err(|why| all.refused(spec, &why))?;
+            reached("snapshot.written");
+        }
         for (spec, one) in all.specs.iter().zip(&changed) {
             let removed = all.place(spec).remove_what_leaves(&one.now);
             removed.map_err(|why| all.refused(spec, &why))?;

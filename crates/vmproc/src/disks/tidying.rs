@@ -160,17 +160,23 @@ impl Served {
             return Ok(Looked::Later("its guest has ended"));
         }
         let place = one.place.get();
-        let Some(images) = place.load_of(one.own)? else {
-            lock(&self.layered).remove(&spec.name);
-            return Ok(Looked::Done);
-        };
-        let bytes = |name: &str| place.bytes_of(&images, name);
-        if !images.leaving.is_empty() {
+        let mut found = place.load_of(one.own)?;
+        if found
+            .as_ref()
+            .is_some_and(|images| !images.leaving.is_empty())
+        {
             let _one = lock(&self.descriptions);
             if let Some(images) = place.load_of(one.own)? {
+                place.confirm(one.own, &images)?;
                 place.remove_what_leaves(&images)?;
             }
+            found = place.load_of(one.own)?;
         }
+        let Some(images) = found else {
+            let noted = self.note_layered(spec, &disk, false);
+            return noted.map(|()| Looked::Done).map_err(|error| error.message);
+        };
+        let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         let Some(tidying) = images.unneeded(bytes) else {
             return Ok(Looked::Done);
         };
@@ -359,7 +365,7 @@ impl Served {
         let Some(images) = place.load_of(one.own)? else {
             return Ok(None);
         };
-        let bytes = |name: &str| place.bytes_of(&images, name);
+        let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         if images.unneeded(bytes).as_ref() != Some(tidying) || !self.goes_on(one) {
             return Ok(None);
         }
