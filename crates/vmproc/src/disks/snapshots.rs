@@ -23,6 +23,11 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+/// Most that the maps of all deltas of a VM may take in memory, bytes.
+const MAPS_MAX: u64 = 1 << 30;
+/// So many bytes of a disk take one byte of a delta's map.
+const BYTES_OF_MAP_BYTE: u64 = 16 << 10;
+
 /// The disks of a VM that its guest may write.
 pub(super) struct All<'a> {
     pub config: &'a VmProcessConfig,
@@ -157,9 +162,24 @@ impl All<'_> {
                 }
             }
         }
-        match changed.is_empty() {
-            true => Err(self.not_so("it has no disk that its guest may write")),
-            false => Ok(changed),
+        if changed.is_empty() {
+            return Err(self.not_so("it has no disk that its guest may write"));
+        }
+        let maps = changed.iter().map(|one| map_bytes(&one.now)).sum();
+        self.must_have_memory(maps)
+            .inspect_err(|_| self.unmake(&changed))?;
+        Ok(changed)
+    }
+
+    /// What deltas have in memory is beside the guest's, in what its host keeps for its process.
+    fn must_have_memory(&self, maps: u64) -> Result<(), ApiError> {
+        match maps <= MAPS_MAX {
+            true => Ok(()),
+            false => Err(self.not_so(&format!(
+                "which of its images has which part of its disks would take up to {} MiB of memory, and {} are the most: delete some snapshots first",
+                maps >> 20,
+                MAPS_MAX >> 20
+            ))),
         }
     }
 
@@ -321,6 +341,12 @@ impl All<'_> {
         }
         Ok(())
     }
+}
+
+/// Most that the maps of its deltas take, one for each that lies over the other.
+fn map_bytes(images: &Images) -> u64 {
+    let deltas = images.chain(&images.top).len().saturating_sub(1) as u64;
+    (images.bytes / BYTES_OF_MAP_BYTE).saturating_mul(deltas)
 }
 
 fn unneeded(images: &Images, bytes: &dyn Fn(&str) -> u64) -> u32 {
