@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses to run without root, which namespaces and volumes need.
 
-use super::plan::{self, Cell, Choice};
+use super::plan::{self, Cell, Choice, Set};
 use super::row::Results;
 use super::run::Bench;
 use super::{picture, server, table};
@@ -23,6 +23,9 @@ pub struct Storage {
     /// A small cell each of oio, slow-destination, steady and local
     #[arg(long)]
     quick: bool,
+    /// What docs/storage-paper.md needs most, each of our methods in turn: under 25 minutes
+    #[arg(long, conflicts_with = "quick")]
+    paper: bool,
     /// So many runs of everything
     #[arg(long)]
     runs: Option<u32>,
@@ -46,7 +49,11 @@ pub struct Storage {
 pub fn run(arguments: &Storage) -> Result<()> {
     let choice = Choice {
         scenarios: arguments.scenario.clone(),
-        quick: arguments.quick,
+        set: match (arguments.quick, arguments.paper) {
+            (true, _) => Set::Quick,
+            (_, true) => Set::Paper,
+            _ => Set::Whole,
+        },
         runs: arguments.runs,
         cells: arguments.cell.clone(),
         systems: arguments.system.clone(),

@@ -16,5 +16,6 @@ pub mod promises;
 pub mod row;
 mod run;
 mod server;
+mod sets;
 mod site;
 pub mod table;
