@@ -10,6 +10,7 @@ pub mod command;
 mod guest;
 mod methods;
 pub mod model;
+pub mod paper;
 pub mod picture;
 pub mod plan;
 pub mod promises;

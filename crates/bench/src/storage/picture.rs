@@ -84,7 +84,7 @@ pub fn files(results: &Results) -> Vec<(String, String)> {
 }
 
 /// "Migration time times penalty" of the paper: what was not done, in seconds of the load as it was before.
-fn lost_s(row: &Row) -> Option<f64> {
+pub(super) fn lost_s(row: &Row) -> Option<f64> {
     let part = 1.0 - row.iops_during? / row.iops_before?;
     Some(row.total_s? * part)
 }
