@@ -44,6 +44,17 @@ enum Command {
         #[arg(long)]
         out: PathBuf,
     },
+    /// Write what a storage.json has beside the figures of the paper on live storage migration into a page, between its two marks
+    Paper {
+        /// What a bench of disks wrote
+        results: PathBuf,
+        /// What is written anew between its marks
+        #[arg(long, default_value = "docs/storage-paper.md")]
+        page: PathBuf,
+        /// Directory for its pictures, beside the page
+        #[arg(long, default_value = "docs/pictures")]
+        pictures: PathBuf,
+    },
 }
 
 #[derive(Args)]
@@ -117,6 +128,11 @@ fn run(arguments: Arguments) -> Result<()> {
             }
             Ok(())
         }
+        Command::Paper {
+            results,
+            page,
+            pictures,
+        } => storage::write_page(&Results::read(&results)?, &page, &pictures),
     }
 }
 
