@@ -120,7 +120,10 @@ fn nothing_is_durable_any_more_after_a_sync_that_failed_also_for_whoever_comes_n
     // The kernel would say now that all is well.
     assert_eq!(one.flush(4), [answer(4, false)]);
     let straight = one.change(5, Change::Write(0..512), true);
-    assert!(matches!(straight[..], [Step::Write { .. }]), "{straight:?}");
+    assert!(
+        matches!(&straight[..], [Step::Write { .. }]),
+        "{straight:?}"
+    );
     assert_eq!(one.ended(5, true), [answer(5, false)]);
     one.change(6, Change::Write(0..512), false);
     assert_eq!(one.ended(6, true), [answer(6, true)]);

@@ -87,8 +87,6 @@ impl Device {
         if self.guest.inflight.is_none() && self.queues.iter().any(|queue| queue.unanswered() > 0) {
             return refused("nothing says which of its requests are unanswered");
         }
-        // Whoever goes on looks there for what is answered and not durable.
-        self.stack.keep_maps()?;
         let mut fds = Fds::default();
         fds.push(connection)?;
         let inflight = self.guest.inflight.as_ref();

@@ -24,6 +24,14 @@ impl Device {
         })
     }
 
+    /// Has what is answered and not durable be where whoever comes after this process looks for it.
+    pub(crate) fn keep_maps(&mut self) -> Result<(), Error> {
+        match self.stands > 0 && self.stack.is_idle() {
+            true => Ok(self.stack.keep_maps()?),
+            false => Err(self.busy()),
+        }
+    }
+
     /// Where this fails the disk takes nothing any more.
     pub(crate) fn change_layers(&mut self, change: Change) -> Result<(), Error> {
         let busy = self.busy();

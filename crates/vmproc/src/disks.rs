@@ -292,6 +292,8 @@ impl Disks {
         patience: Duration,
         go_on: impl FnOnce(Vec<(usize, Handover)>) -> R,
     ) -> Result<R, String> {
+        // Whoever comes next begins to merge anew.
+        let _rests = self.0.tidies.rest(Instant::now() + patience);
         if self.0.waits_for_storage() {
             return Err("the storage of the VM's disks has not answered yet".to_owned());
         }
@@ -304,6 +306,8 @@ impl Disks {
                 continue;
             };
             let stands = disk.stand_still(left).map_err(|error| told(spec, &error))?;
+            // Without its map another program could not go on with the disk.
+            stands.keep_maps().map_err(|error| told(spec, &error))?;
             match stands.hand_over() {
                 Ok(copied) => handed.push((place, copied)),
                 Err(error) => {

@@ -50,6 +50,11 @@ impl Site {
         Self::booted(Self::on_the_machine, false)
     }
 
+    /// A guest that does what it is told to ([`obedient`]), with these disks on storage of the machine.
+    pub fn local_of(disks: &[&str]) -> Result<Self> {
+        Self::obedient_of(Self::on_the_machine, disks)
+    }
+
     fn on_the_machine(accelerator: Accelerator, dir: &Path) -> Result<Pair> {
         std::fs::create_dir(dir.join("images"))?;
         std::fs::set_permissions(dir.join("images"), Permissions::from_mode(0o777))?;

@@ -8,12 +8,12 @@
 //! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails, also for want of room, is told, and tried again
 //! after a pause.
 
-use super::LOCK_WAIT;
 use super::gentle::rest_after;
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::snapshots::All;
 use super::standing::end_unless;
+use super::{LOCK_WAIT, LOOK_EVERY};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Delta, Merged, Target, merge as merge_images};
@@ -47,6 +47,8 @@ pub(super) struct Tidies {
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
     why: Mutex<String>,
+    /// Nothing is begun, and what is under way ends, since this process is to become another program.
+    rests: AtomicBool,
     /// A copy has failed: what was to become durable then may be read without being so.
     has_failed: AtomicBool,
 }
@@ -54,7 +56,21 @@ pub(super) struct Tidies {
 impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
-        is_time && !self.is_done.load(Ordering::SeqCst) && !self.works.swap(true, Ordering::SeqCst)
+        let may = is_time && !self.rests() && !self.is_done.load(Ordering::SeqCst);
+        may && !self.works.swap(true, Ordering::SeqCst)
+    }
+
+    fn rests(&self) -> bool {
+        self.rests.load(Ordering::SeqCst)
+    }
+
+    /// Until this is dropped nothing is begun; what is under way has until then to end.
+    pub(super) fn rest(&self, until: Instant) -> Resting<'_> {
+        self.rests.store(true, Ordering::SeqCst);
+        while self.works() && Instant::now() < until {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Resting(self)
     }
 
     fn end(&self, why: String) {
@@ -72,6 +88,15 @@ impl Tidies {
     /// Why images that nobody needs are there still, as far as that is known.
     pub(super) fn why(&self) -> String {
         lock(&self.why).clone()
+    }
+}
+
+/// For as long as nothing is given up.
+pub(super) struct Resting<'a>(&'a Tidies);
+
+impl Drop for Resting<'_> {
+    fn drop(&mut self) {
+        self.0.rests.store(false, Ordering::SeqCst);
     }
 }
 
@@ -144,7 +169,14 @@ impl Served {
 
     fn goes_on(&self, one: &One<'_>) -> bool {
         let has_ended = self.has_ended.load(Ordering::SeqCst) || one.disk.has_ended();
-        !has_ended && self.held().is_some()
+        !has_ended && self.held().is_some() && !self.tidies.rests()
+    }
+
+    fn broken_off(&self) -> Looked {
+        Looked::Later(match self.tidies.rests() {
+            true => "the VM's process is being renewed",
+            false => "its guest has ended",
+        })
     }
 
     fn tidy(&self, index: usize, spec: &DiskSpec, freezes: &mut u32) -> Result<Looked, String> {
@@ -157,7 +189,7 @@ impl Served {
             own: own.as_fd(),
         };
         if !self.goes_on(&one) {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(self.broken_off());
         }
         let place = one.place.get();
         let mut found = place.load_of(one.own)?;
@@ -222,7 +254,7 @@ impl Served {
         let into = (target.as_mut(), images.bytes);
         match self.merge(one, (&from, lacking), into, rests)? {
             true => self.commit(one, tidying, target),
-            false => Ok(Looked::Later("its guest has ended")),
+            false => Ok(self.broken_off()),
         }
     }
 
@@ -318,7 +350,7 @@ impl Served {
         let top = one.place.get().open_unlocked(&images, &images.top)?;
         let into = (below.as_mut(), images.bytes);
         if !self.merge(one, (&top, false), into, false)? {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(self.broken_off());
         }
         drop(top);
         if let Some(below) = &mut below {
@@ -406,5 +438,29 @@ fn clean_up_after(place: &OwnedPlace, before: &Images, now: &Images) {
                 "an image names one below it that is gone: qemu-img does not find its way"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_begun_while_the_process_is_about_to_become_another_program() {
+        let tidies = Tidies::default();
+        let rests = tidies.rest(Instant::now());
+        assert!(!tidies.may_begin());
+        drop(rests);
+        assert!(tidies.may_begin() && tidies.works());
+        // Who is at it has no more time than that; what is left is tried again after a pause, and why is told.
+        drop(tidies.rest(Instant::now()));
+        tidies.end("there is no room".to_owned());
+        assert_eq!(tidies.why(), "there is no room");
+        assert!(!tidies.works() && !tidies.may_begin());
+        *lock(&tidies.tried) = None;
+        assert!(tidies.may_begin());
+        tidies.end(String::new());
+        *lock(&tidies.tried) = None;
+        assert!(!tidies.may_begin(), "nothing was left");
     }
 }
