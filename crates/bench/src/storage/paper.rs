@@ -89,7 +89,7 @@ enum Method {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Ours {
-    /// "scenario cell".
+    /// The scenario and the cell, with a blank between them.
     at: String,
     figure: Figure,
     #[serde(default)]

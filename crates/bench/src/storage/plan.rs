@@ -72,7 +72,7 @@ pub const DOUBLE: Kind = Kind {
     per_second: Some(5000),
     ..EVEN
 };
-/// Both with locality.
+/// The same two rates, of a load that comes back to what it wrote.
 pub const NORMAL_SKEWED: Kind = Kind {
     name: "8 KiB skewed, 30 % writes, 2,500 a second",
     order: Order::Skewed,

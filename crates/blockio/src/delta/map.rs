@@ -33,7 +33,7 @@ struct Mapping {
     base: NonNull<u8>,
     len: usize,
     words: usize,
-    /// Device and inode.
+    /// Its device and its inode, by which it is known under its name.
     file: Option<(u64, u64)>,
 }
 

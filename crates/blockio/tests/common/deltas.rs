@@ -37,7 +37,7 @@ pub fn open_top(
     Delta::top_of((file, &path), id, opening, outliving)
 }
 
-/// Without a lock.
+/// As whoever merges has it, who takes no lock.
 pub fn open_unlocked(descriptor: &Path) -> Result<Delta, Error> {
     let (file, path, id) = extent(descriptor, true);
     Delta::unlocked((file, &path), id, 512)

@@ -127,7 +127,7 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
     Ok(Mark::parse(&String::from_utf8_lossy(text)))
 }
 
-/// Durably.
+/// Has the image bear it, durably.
 fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
     let text = match mark {
         Mark::Nothing => return Ok(()),
