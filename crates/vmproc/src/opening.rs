@@ -231,6 +231,7 @@ impl Adopted {
             measuring: None,
             disk_work: DiskWork::default(),
             disk_order: None,
+            cloning: None,
             note: seat.note,
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),
