@@ -24,6 +24,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+mod cloned;
 mod disk_bar;
 mod move_disk;
 mod snapshot;
@@ -94,6 +95,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
         VmCommand::ResizeDisk(arguments) => resize_disk(arguments, global, output).await,
         VmCommand::LimitDisk(arguments) => limit_disk(arguments, global, output).await,
+        VmCommand::Clone(arguments) => cloned::clone_vm(arguments, global, output).await,
         VmCommand::Snapshot(command) => snapshot::snapshot(command, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {

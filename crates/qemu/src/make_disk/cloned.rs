@@ -129,8 +129,9 @@ impl Place {
         );
         if !found.is_ok_and(|found| self.is_by_this_host(&found) && bears(&found, mark)) {
             return Err(format!(
-                "what was copied for it is not there any more (as {} beside it): delete this VM, which removes no image, and clone the other one again",
-                part.to_string_lossy()
+                "what was copied for it is not on this host (as {} beside {}): start the VM with --on where it was cloned; if that is this host, delete it, which removes no image, and clone the other one again",
+                part.to_string_lossy(),
+                path.display()
             ));
         }
         let name = Path::new(&self.name);
@@ -282,7 +283,7 @@ mod tests {
         here.by(|maker| maker.remove_part(&here.disk()));
         assert!(here.names().is_empty(), "{:?}", here.names());
         let refused = here.make().unwrap_err();
-        assert!(refused.contains("not there any more"), "{refused}");
+        assert!(refused.contains("is not on this host"), "{refused}");
     }
 
     #[test]
