@@ -36,7 +36,7 @@ impl Maker<'_> {
                     finish(&fresh, &mark)
                         .map_err(|error| format!("{} cannot be made: {error}", path.display()))
                 })
-                .and_then(|()| place.keep_part(path));
+                .and_then(|()| place.keep_part(path, &fresh));
             if made.is_err() {
                 place.discard();
             }
@@ -111,12 +111,14 @@ impl Place {
     }
 
     /// Gives what was filled the name of the part, durably.
-    fn keep_part(&self, path: &Path) -> Result<(), String> {
+    fn keep_part(&self, path: &Path, fresh: &File) -> Result<(), String> {
         let failed = |why: &dyn std::fmt::Display| {
             format!("{} cannot be made durable: {why}", path.display())
         };
         renameat(&self.dir, &self.fresh, &self.dir, self.part()).map_err(|errno| failed(&errno))?;
-        self.dir.sync_all().map_err(|error| failed(&error))
+        // An XFS that was shut down tells of a lost name only by the file.
+        let synced = self.dir.sync_all().and_then(|()| fresh.sync_all());
+        synced.map_err(|error| failed(&error))
     }
 
     /// Has the part become the image, durably.
@@ -127,13 +129,15 @@ impl Place {
             Path::new(&part),
             OFlags::RDONLY | OFlags::NOFOLLOW,
         );
-        if !found.is_ok_and(|found| self.is_by_this_host(&found) && bears(&found, mark)) {
+        let found = found.ok();
+        let found = found.filter(|found| self.is_by_this_host(found) && bears(found, mark));
+        let Some(found) = found else {
             return Err(format!(
                 "what was copied for it is not on this host (as {} beside {}): start the VM with --on where it was cloned; if that is this host, delete it, which removes no image, and clone the other one again",
                 part.to_string_lossy(),
                 path.display()
             ));
-        }
+        };
         let name = Path::new(&self.name);
         let named = rename_to_free(self.dir.as_fd(), Path::new(&part), name);
         named.map_err(|errno| match errno {
@@ -143,7 +147,7 @@ impl Place {
             ),
             errno => format!("{} cannot be made: {errno}", path.display()),
         })?;
-        let synced = self.dir.sync_all();
+        let synced = self.dir.sync_all().and_then(|()| found.sync_all());
         synced.map_err(|error| format!("{} cannot be made durable: {error}", path.display()))
     }
 }
