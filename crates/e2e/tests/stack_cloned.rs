@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::disks::{describe, disk, goes_on_at, make_image};
 use godwit_e2e::stack::{Plan, SOON, Stack, names};
 use godwit_testkit::guest::uefi_program;
+use serde_json::Value;
 use std::fs::File;
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,22 @@ fn uuid(stack: &Stack, vm: &str) -> Result<String> {
     Ok(told.context("no UUID")?.to_owned())
 }
 
+/// Two is as one, and told apart by all that tells VMs apart.
+fn is_its_own(stack: &Stack) -> Result<()> {
+    let (one, two) = (stack.vm("one")?, stack.vm("two")?);
+    ensure!(two["host"] == "a" && two["state"] == "stopped", "{two}");
+    let spec = &two["spec"];
+    ensure!(spec["disk"][0]["path"] == format!("{DIR}/two-root.raw"));
+    ensure!(spec["disk"][0].get("from").is_none(), "{two}");
+    for key in ["vcpus", "memory_mib", "hardware", "accelerator"] {
+        ensure!(spec[key] == one["spec"][key], "{key}: {two}");
+    }
+    let mac = |vm: &Value| vm["spec"]["nic"][0]["mac"].clone();
+    ensure!(mac(&one) != mac(&two) && !mac(&two).is_null(), "{two}");
+    ensure!(one["spec"]["uid"] != spec["uid"], "{two}");
+    Ok(())
+}
+
 #[test]
 fn a_clone_is_a_vm_of_its_own_and_leaves_the_other_one_as_it_is() -> Result<()> {
     let stack = Stack::new("cloned", &Plan::default())?;
@@ -66,27 +83,14 @@ fn a_clone_is_a_vm_of_its_own_and_leaves_the_other_one_as_it_is() -> Result<()> 
     ensure!(left(&stack)? == ["one-root.raw"], "{:?}", left(&stack)?);
 
     let before = std::fs::read(stack.inside("a", &image)?)?;
-    let said = stack.json("controller", &clone)?;
-    let said = said["message"].as_str().context("no sentence")?;
+    let answer = stack.json("controller", &clone)?;
+    let said = answer["message"].as_str().context("no sentence")?;
     names(said, &["VM 'two' is a clone of VM 'one' on host a"])?;
-    ensure!(
-        left(&stack)? == ["one-root.raw", "two-root.raw"],
-        "{:?}",
-        left(&stack)?
-    );
+    let all = left(&stack)?;
+    ensure!(all == ["one-root.raw", "two-root.raw"], "{all:?}");
     ensure!(std::fs::read(stack.inside("a", &image)?)? == before);
     ensure!(std::fs::read(&own)? == before);
-    let (one, two) = (stack.vm("one")?, stack.vm("two")?);
-    ensure!(two["host"] == "a" && two["state"] == "stopped", "{two}");
-    let spec = &two["spec"];
-    ensure!(spec["disk"][0]["path"] == format!("{DIR}/two-root.raw"));
-    ensure!(spec["disk"][0].get("from").is_none(), "{two}");
-    for key in ["vcpus", "memory_mib", "hardware", "accelerator"] {
-        ensure!(spec[key] == one["spec"][key], "{key}: {two}");
-    }
-    let mac = |vm: &serde_json::Value| vm["spec"]["nic"][0]["mac"].clone();
-    ensure!(mac(&one) != mac(&two) && !mac(&two).is_null(), "{two}");
-    ensure!(one["spec"]["uid"] != spec["uid"], "{two}");
+    is_its_own(&stack)?;
     let sentence = stack.refused("controller", &clone, 3, "already-exists")?;
     names(&sentence, &["there is a VM two already"])?;
 
@@ -96,30 +100,27 @@ fn a_clone_is_a_vm_of_its_own_and_leaves_the_other_one_as_it_is() -> Result<()> 
         goes_on_at(&stack, vm, "a")?;
     }
     ensure!(uuid(&stack, "one")? != uuid(&stack, "two")?);
-    // Of a snapshot one is made while the guest works.
+    of_a_snapshot(&stack)
+}
+
+/// Of a snapshot one is made while the guest works.
+fn of_a_snapshot(stack: &Stack) -> Result<()> {
+    let ok = |words: &[&str]| stack.ok("controller", words).map(drop);
     ok(&["vm", "snapshot", "create", "one", "clean"])?;
-    goes_on_at(&stack, "one", "a")?;
-    ok(&[
-        "vm",
-        "clone",
-        "one",
-        "three",
-        "--snapshot",
-        "clean",
-        "--start",
-    ])?;
+    goes_on_at(stack, "one", "a")?;
+    let clone = ["vm", "clone", "one", "three", "--snapshot", "clean"];
+    ok(&[&clone[..], &["--start"]].concat())?;
     for vm in ["one", "two", "three"] {
-        goes_on_at(&stack, vm, "a")?;
+        goes_on_at(stack, vm, "a")?;
     }
     // They are known to a controller that was restarted since.
     stack.restart_daemon("controller")?;
     stack.until("the controller knows where the clones are", LONG, || {
         Ok(stack.vm("three").is_ok_and(|shown| shown["host"] == "a"))
     })?;
-    for vm in ["one", "two", "three"] {
-        stack.remove(vm)?;
-    }
-    Ok(())
+    ["one", "two", "three"]
+        .iter()
+        .try_for_each(|vm| stack.remove(vm))
 }
 
 /// Waits until the guest runs and its variable is this.

@@ -415,7 +415,7 @@ pub enum VmRequest {
     CloneDisks(Box<CloneDisks>),
     /// How far that is; answered by `Cloning`.
     Cloning,
-    /// Call it off.
+    /// Call that copying off.
     CancelClone,
     /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
     /// VM are on their way.

@@ -62,10 +62,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             let resume = async |client: &ControllerClient| client.resume(&vm).await;
             order(&vm, resume, global, output).await
         }
-        VmCommand::Delete { vm } => {
-            let delete = async |client: &ControllerClient| client.delete_vm(&vm).await;
-            order(&vm, delete, global, output).await
-        }
+        VmCommand::Delete { vm } => delete(&vm, global, output).await,
         VmCommand::ForgetRecord { vm, yes } => site::forget_record(&vm, yes, global, output).await,
         VmCommand::Resolve {
             vm,
@@ -113,6 +110,11 @@ async fn order(
 ) -> CommandResult {
     let client = controller(global)?;
     told(saying(of_vm(&client, vm), ordered(&client)).await, output)
+}
+
+async fn delete(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
+    let delete = async |client: &ControllerClient| client.delete_vm(vm).await;
+    order(vm, delete, global, output).await
 }
 
 async fn resize_disk(arguments: VmResizeDisk, global: &Global, output: &Output) -> CommandResult {
