@@ -21,16 +21,16 @@ use godwit_blockio::Chain;
 use godwit_blockio::delta::Delta;
 use godwit_qemu::make_disk::{Maker, Progress};
 use godwit_qemu::reserved::Reserved;
-use godwit_store::save_json;
+use godwit_store::{make_directory, save_json};
 use godwit_types::clones::{CLONED_VARIABLES_FILE, CloneDisks, ClonedVariables, Cloning};
 use godwit_types::control_api::DiskMaking;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
-use std::fs::{DirBuilder, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -103,7 +103,7 @@ impl CloneJob {
     /// Whether it is what is asked for. Which addresses and ids the clone is to have may have been chosen anew.
     pub(crate) fn is_for(&self, wish: &CloneDisks) -> bool {
         let own = (&self.wish.spec.name, &self.wish.snapshot);
-        own == (&wish.spec.name, &wish.snapshot) && !self.is_unwanted()
+        own == (&wish.spec.name, &wish.snapshot)
     }
 
     pub(crate) fn is_under_way(&self) -> bool {
@@ -132,8 +132,7 @@ impl CloneJob {
     pub(crate) fn ask(&self) -> Result<Option<Cloning>, ApiError> {
         let mut now = lock(&self.now);
         match &*now {
-            Now::Copies(..) => Ok(Some(shown(&now))),
-            Now::Whole => {
+            Now::Whole if !self.is_unwanted() => {
                 *now = Now::Taken;
                 self.changed.notify_all();
                 let whole = Some(self.wish.spec.clone());
@@ -142,6 +141,7 @@ impl CloneJob {
                     whole,
                 }))
             }
+            Now::Copies(..) | Now::Whole => Ok(Some(shown(&now))),
             Now::Failed(at, error) if at.elapsed() < TOLD_WITHIN => Err(error.clone()),
             Now::Taken | Now::Failed(..) => Ok(None),
         }
@@ -273,14 +273,9 @@ fn keep_variables(paths: &Paths, clone: &VmSpec) -> io::Result<()> {
         bytes: read_whole(&variables)?,
     };
     let own = paths.state.with_file_name(clone.name.as_str());
-    match DirBuilder::new().mode(0o700).create(&own) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
-    }
-    if let Some(all) = own.parent() {
-        File::open(all)?.sync_all()?;
-    }
-    save_json(&own.join(CLONED_VARIABLES_FILE), &kept).map_err(io::Error::other)
+    let made = make_directory(&own, 0o700);
+    let kept = made.and_then(|()| save_json(&own.join(CLONED_VARIABLES_FILE), &kept));
+    kept.map_err(io::Error::other)
 }
 
 impl All<'_> {
@@ -462,6 +457,6 @@ mod tests {
         job.end(&config(), Ok(()));
         let error = job.ask().unwrap_err();
         assert!(error.message.contains("called off"), "{error}");
-        assert!(!job.is_under_way() && !job.is_for(&wish("web2")));
+        assert!(!job.is_under_way());
     }
 }
