@@ -7,6 +7,12 @@
 //! is, sources that are no files, that do not fit, that name other files, or that
 //! somebody may write, and places without room.
 
+mod cloned;
+mod mark;
+
+pub use mark::forget_mark;
+use mark::mark_of;
+
 use crate::convert;
 use crate::disk::{
     DiskError, NotOpened, length_and_use, must_be_no_devices, open_looked_at, rename_to_free,
@@ -25,11 +31,11 @@ use godwit_types::VmName;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
-    flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, fchmod, flock, fstat, fstatvfs,
+    ioctl_ficlone, openat, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
@@ -38,10 +44,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Where an image bears whose disk it is.
-const MARK: &str = "user.godwit.disk";
-/// Most bytes of that.
-const MARK_MAX: usize = 8192;
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
 /// How long an image is waited for whose last user may have died just now.
@@ -73,19 +75,27 @@ impl Maker<'_> {
         // Who has it alone is told with the rights of this process.
         let from = disk.from.as_deref();
         let has_it = from.and_then(|from| whose_at(Path::new(from)));
+        self.as_common(|| self.make_as_user((disk, has_it.as_ref()), progress))
+    }
+
+    /// With the rights of the host's common user.
+    fn as_common<R: Send>(
+        &self,
+        work: impl FnOnce() -> Result<R, String> + Send,
+    ) -> Result<R, String> {
         std::thread::scope(|scope| {
             // Rights belong to threads: this one has them until it ends.
-            let work = scope.spawn(|| {
+            let thread = scope.spawn(|| {
                 let User { uid, gid } = self.user;
                 become_user(uid, gid).map_err(|errno| {
                     format!(
                         "this process cannot have the rights of user {uid} of group {gid}: {errno}"
                     )
                 })?;
-                self.make_as_user((disk, has_it.as_ref()), progress)
+                work()
             });
             let broke = Err("the work broke off".to_owned());
-            work.join().unwrap_or(broke)
+            thread.join().unwrap_or(broke)
         })
     }
 
@@ -103,6 +113,9 @@ impl Maker<'_> {
         let mark = mark_of(self.vm, disk);
         if place.has(path, &mark)? {
             return Ok(());
+        }
+        if disk.is_cloned() {
+            return place.name_part(path, &mark);
         }
         place.must_suit(path)?;
         let source = disk
@@ -137,25 +150,6 @@ impl Maker<'_> {
             place.discard();
         }
         made
-    }
-}
-
-/// Whose disk an image was made for, and of what, until it is first used.
-fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
-    let (from, gib) = (
-        disk.from.as_deref().unwrap_or(""),
-        disk.size_gib.unwrap_or(0),
-    );
-    format!("{vm}/{}/{gib}/{from}", disk.name)
-}
-
-/// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it
-/// bears no mark.
-pub fn forget_mark(image: impl std::os::fd::AsFd) {
-    match fremovexattr(image.as_fd(), MARK) {
-        // Neither a block device nor what is mounted for reading only can bear one.
-        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM | Errno::ROFS) => {}
-        Err(errno) => tracing::warn!(%errno, "a disk's image keeps the mark of having been made"),
     }
 }
 
@@ -235,9 +229,7 @@ impl Place {
             if !self.is_by_this_host(&found) {
                 return false;
             }
-            let mut value = [0; MARK_MAX];
-            let length = fgetxattr(found, MARK, &mut value[..]).unwrap_or(0);
-            value.get(..length) == Some(mark.as_bytes())
+            mark::borne_by(&found).is_ok_and(|borne| borne == mark.as_bytes())
         });
         match is_own {
             true => Ok(true),
@@ -576,12 +568,7 @@ fn next_data(file: &File, at: u64) -> Option<io::Result<(u64, u64)>> {
 /// For the group of all VMs' images, and durable.
 fn finish(fresh: &File, mark: &str) -> io::Result<()> {
     fchmod(fresh, Mode::from_raw_mode(0o660))?;
-    if let Err(errno) = fsetxattr(
-        fresh.as_fd(),
-        OsStr::new(MARK),
-        mark.as_bytes(),
-        XattrFlags::empty(),
-    ) {
+    if let Err(errno) = mark::bear(fresh, mark) {
         // Only a kill between two steps would need it.
         tracing::warn!(%errno, "the image does not bear whose disk it is");
     }

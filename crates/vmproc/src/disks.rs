@@ -11,6 +11,7 @@ mod beside;
 mod came;
 mod claim;
 mod cleaning;
+mod cloning;
 mod described;
 mod devices;
 mod entry;
@@ -45,6 +46,7 @@ mod told;
 mod tracked;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
+pub(crate) use cloning::CloneJob;
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;

@@ -233,6 +233,7 @@ impl Adopted {
             disk_work: DiskWork::default(),
             disk_order: None,
             lists: Lists::default(),
+            cloning: None,
             note: seat.note,
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),

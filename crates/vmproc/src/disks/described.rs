@@ -300,7 +300,7 @@ impl Place<'_> {
         }
     }
 
-    fn open_own(&self, read_only: bool) -> Result<File, String> {
+    pub(super) fn open_own(&self, read_only: bool) -> Result<File, String> {
         let spec = DiskSpec {
             read_only,
             ..self.spec.clone()

@@ -282,7 +282,7 @@ impl Place<'_> {
     }
 
     /// A process may have died before it froze what lies below the top since.
-    fn open_frozen(
+    pub(super) fn open_frozen(
         &self,
         images: &Images,
         name: &str,

@@ -67,7 +67,7 @@ impl All<'_> {
     }
 
     /// What each consists of.
-    fn load(&self) -> Result<Vec<Images>, ApiError> {
+    pub(super) fn load(&self) -> Result<Vec<Images>, ApiError> {
         let load = |spec| {
             let found = self.place(spec).load();
             found.map_err(|why| self.refused(spec, &why))
@@ -105,6 +105,23 @@ impl All<'_> {
             snapshot.disks.contains(&spec.name) && images.snapshot(&snapshot.name).is_err()
         });
         lacking.map(|(spec, _)| spec.name.clone()).collect()
+    }
+
+    /// Refuses a snapshot that some of the disks lost which were frozen for it.
+    pub(super) fn must_be_whole(
+        &self,
+        all: &[Images],
+        snapshot: &Snapshot,
+    ) -> Result<(), ApiError> {
+        let lacking = self.lacking(all, snapshot);
+        match lacking.is_empty() {
+            true => Ok(()),
+            false => Err(self.not_so(&format!(
+                "snapshot '{}' is not whole: {} of those that were frozen with it lack it",
+                snapshot.name,
+                listed(&lacking)
+            ))),
+        }
     }
 
     fn view(&self, all: &[Images], snapshot: &Snapshot) -> SnapshotView {
@@ -294,7 +311,7 @@ impl All<'_> {
         }
     }
 
-    fn unknown(&self, name: &SnapshotName, all: &[Images]) -> ApiError {
+    pub(super) fn unknown(&self, name: &SnapshotName, all: &[Images]) -> ApiError {
         let names = all.first().map(|images| &images.snapshots);
         let names: Vec<&str> = names
             .into_iter()
@@ -368,7 +385,7 @@ pub(super) fn written(specs: &[DiskSpec]) -> Vec<DiskSpec> {
 }
 
 impl AtRest {
-    fn all(&self) -> All<'_> {
+    pub(super) fn all(&self) -> All<'_> {
         All {
             config: &self.config,
             paths: &self.paths,
@@ -432,14 +449,7 @@ impl AtRest {
             known.map(|(spec, images)| (spec.clone(), images)).unzip();
         let found = having.first().and_then(|images| images.snapshot(name).ok());
         let found = found.ok_or_else(|| all.unknown(name, &loaded))?;
-        let lacking = all.lacking(&loaded, found);
-        if !lacking.is_empty() {
-            let why = format!(
-                "snapshot '{name}' is not whole: {} of those that were frozen with it lack it",
-                listed(&lacking)
-            );
-            return Err(all.not_so(&why));
-        }
+        all.must_be_whole(&loaded, found)?;
         all.specs = known;
         let image = |images: &Images| images.snapshot(name).ok().map(|found| found.image.clone());
         let revert = |images: &Images, fresh: &Fresh| images.revert(name, fresh);
