@@ -1,4 +1,4 @@
-//! Images that are a part of a disk with snapshots, for whoever makes or copies images.
+//! Images that are a part of a disk with snapshots, or of a linked one, for whoever makes or copies images.
 //!
 //! Owns nothing. Refuses: to take a part for the whole, and a place where the snapshots of an image that is gone are described.
 
@@ -26,7 +26,7 @@ pub fn must_be_whole(file: &File, path: &str) -> Result<(), String> {
     match is_part || description_of(Path::new(path)).symlink_metadata().is_ok() {
         false => Ok(()),
         true => Err(format!(
-            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them: delete those first, and let them be merged ('godwit vm snapshot list')"
+            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); of a linked disk make a copy while its VM is off (docs/snapshots.md)"
         )),
     }
 }

@@ -7,6 +7,7 @@
 //! is, sources that are no files, that do not fit, that name files which are not for that (`source`), or that
 //! somebody may write, and places without room.
 
+mod linked;
 mod source;
 
 use crate::convert;
@@ -22,6 +23,7 @@ use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
+use linked::Parent;
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
     flock, fremovexattr, fsetxattr, fstat, fstatvfs, openat, seek, statat, unlinkat,
@@ -71,6 +73,8 @@ impl Maker<'_> {
         // Who has it alone is told with the rights of this process.
         let from = disk.from.as_deref();
         let has_it = from.and_then(|from| whose_at(Path::new(from)));
+        let parent = disk.linked.then(|| Parent::prepare(disk, self));
+        let parent = parent.transpose()?;
         std::thread::scope(|scope| {
             // Rights belong to threads: this one has them until it ends.
             let work = scope.spawn(|| {
@@ -80,7 +84,10 @@ impl Maker<'_> {
                         "this process cannot have the rights of user {uid} of group {gid}: {errno}"
                     )
                 })?;
-                self.make_as_user((disk, has_it.as_ref()), progress)
+                match &parent {
+                    Some(parent) => self.link(disk, parent),
+                    None => self.make_as_user((disk, has_it.as_ref()), progress),
+                }
             });
             let broke = Err("the work broke off".to_owned());
             work.join().unwrap_or(broke)
@@ -144,7 +151,8 @@ fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
         disk.from.as_deref().unwrap_or(""),
         disk.size_gib.unwrap_or(0),
     );
-    format!("{vm}/{}/{gib}/{from}", disk.name)
+    let linked = if disk.linked { "linked " } else { "" };
+    format!("{vm}/{}/{gib}/{linked}{from}", disk.name)
 }
 
 /// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it

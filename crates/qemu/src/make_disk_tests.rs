@@ -11,6 +11,8 @@ use std::time::Duration;
 
 #[path = "make_disk/chain_tests.rs"]
 mod chains;
+#[path = "make_disk/linked_tests.rs"]
+mod links;
 
 fn own_user() -> User {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());

@@ -75,6 +75,8 @@ pub struct Delta {
     /// By which it is locked.
     name: String,
     map: Option<PathBuf>,
+    /// What is read of a linked disk where it, the lowest one, has nothing: an image that others have, too, and nobody writes.
+    begins_as: Option<Image>,
 }
 
 impl Delta {
@@ -141,6 +143,23 @@ impl Delta {
         found.must_be(id)?;
         let states = found.own_states()?;
         Ok(found.into_delta(states, "", None))
+    }
+
+    /// Has it lie over an image that is only read, in the place of the disk's own: over this one everybody reads what is absent in all deltas. Refuses one that
+    /// may be written, or of another length.
+    pub fn over(mut self, image: Image) -> Result<Self, Error> {
+        let fits = image.access() == Access::ReadOnly && image.bytes() == self.layout.disk_bytes();
+        if !fits {
+            let why = "a disk that is as long begins as it, and only reads it";
+            return Err(unusable(image.path(), why));
+        }
+        self.begins_as = Some(image);
+        Ok(self)
+    }
+
+    /// What it lies over, where that is not the disk's own image.
+    pub(crate) fn begins_as(&self) -> Option<&Image> {
+        self.begins_as.as_ref()
     }
 
     /// Has a frozen one be written again, as a top, durably: whoever calls this knows that nothing lies over it from now on that is written.
@@ -385,6 +404,7 @@ impl Found {
             states,
             name: name.to_owned(),
             map,
+            begins_as: None,
         }
     }
 

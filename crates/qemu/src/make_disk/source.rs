@@ -25,7 +25,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// How long an image is waited for whose last user may have died just now.
-const LOCK_WAIT: Duration = Duration::from_millis(500);
+pub(super) const LOCK_WAIT: Duration = Duration::from_millis(500);
 
 /// How long a file is, and when it was written last.
 type Written = (u64, i64, i64);
