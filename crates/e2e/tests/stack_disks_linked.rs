@@ -1,21 +1,25 @@
 //! Linked disks as a person has them: VMs over one image, which none of them changes and nobody may write any more.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::disks::{describe, goes_on_at};
+use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
 use godwit_e2e::stack::{Plan, SOON, Stack};
 use godwit_testkit::guest::boot_disk;
 use std::fs::File;
 
 const STORE: &str = "/var/tmp/fast";
+const SLOW: &str = "/var/tmp/slow";
 const BASE: &str = "/var/tmp/fast/base.raw";
 const BYTES: usize = 4 << 20;
 
 /// Host a has a datastore with an image that boots.
 fn with_base(name: &str) -> Result<Stack> {
     let mut plan = Plan::default();
-    plan.hosts[0].config = format!("datastores = {{ fast = {{ path = \"{STORE}\" }} }}\n");
+    plan.hosts[0].config = format!(
+        "datastores = {{ fast = {{ path = \"{STORE}\" }}, slow = {{ path = \"{SLOW}\" }} }}\n"
+    );
     let stack = Stack::new(name, &plan)?;
     stack.make_directory("a", STORE)?;
+    stack.make_directory("a", SLOW)?;
     std::fs::write(stack.inside("a", BASE)?, base()?)?;
     allow(&stack, "644")?;
     Ok(stack)
@@ -188,6 +192,47 @@ fn a_linked_disk_has_snapshots_and_stays_linked_when_they_are_deleted() -> Resul
     // What is over it now is read by its own name.
     stop(&stack, "one")?;
     ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stack.remove("one")?;
+    base_is_unchanged(&stack)
+}
+
+#[test]
+fn a_linked_disk_that_moves_to_another_datastore_is_one_image_there() -> Result<()> {
+    let stack = with_base("linkedmoved")?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    begin(&stack, "one")?;
+    let tracked = ["vm", "move-disk", "one", "--to", "slow", "--method"];
+    let tracked = [&tracked[..], &["dirty-tracking"]].concat();
+    is_refused(&stack, &tracked, "only the mirror copies all")?;
+    ok(&["vm", "snapshot", "create", "one", "clean"])?;
+    let to_slow = ["vm", "move-disk", "one", "--to", "slow"];
+    is_refused(&stack, &to_slow, "it has snapshots")?;
+    ok(&["vm", "snapshot", "delete", "one", "clean"])?;
+    stack.until("it is merged", SOON, || {
+        Ok(images(&stack, "one")?.len() == 2)
+    })?;
+    ok(&to_slow)?;
+    goes_on_at(&stack, "one", "a")?;
+    let moved = format!("{SLOW}/one-root.raw");
+    ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);
+    let left = stack.inside("a", STORE)?;
+    stack.until("what it was before is gone", SOON, || {
+        let mut names = std::fs::read_dir(&left)?
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<Result<Vec<String>>>()?;
+        names.retain(|name| name.starts_with("one"));
+        Ok(names.is_empty())
+    })?;
+    stack.kill_vm_process("one", "a")?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "pause", "one"])?;
+    image_has_all_at(&stack, "one", (&moved, "a"))?;
+    // What the guest has never written came along.
+    let tail = std::fs::read(stack.inside("a", &moved)?)?;
+    let (tail, of_base) = (tail.get(64 << 10..), base()?);
+    ensure!(tail == of_base.get(64 << 10..), "it is another content");
+    ok(&["vm", "resume", "one"])?;
     goes_on_at(&stack, "one", "a")?;
     stack.remove("one")?;
     base_is_unchanged(&stack)

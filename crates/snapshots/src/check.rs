@@ -272,6 +272,7 @@ mod tests {
         let path = "/srv/base.raw";
         assert_eq!(images.common(), Some(Common { path, id: &id }));
         assert_eq!((images.next, images.is_one_raw()), (2, false));
+        assert!(images.is_linked_only() && !super::tests::images().is_linked_only());
         assert_eq!(images.unneeded(|_| 0), None);
         let text = serde_json::to_string(&images).unwrap();
         assert_eq!(serde_json::from_str::<Images>(&text).unwrap(), images);

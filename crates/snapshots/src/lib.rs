@@ -178,6 +178,12 @@ impl Images {
         Some(Common { path, id })
     }
 
+    /// Whether it is a linked disk of nothing but what was written since: a copy of what the top shows is all of it.
+    pub fn is_linked_only(&self) -> bool {
+        let has_more = !self.snapshots.is_empty() || !self.leaving.is_empty();
+        self.common().is_some() && self.images.len() == 2 && !has_more
+    }
+
     /// Whether it says no more than that the disk is one raw image.
     pub fn is_one_raw(&self) -> bool {
         let is_raw = |image: &Image| image.kind == Kind::Raw;

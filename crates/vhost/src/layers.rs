@@ -39,6 +39,12 @@ impl Device {
         })
     }
 
+    /// The disk goes on without them.
+    pub(crate) fn give_deltas_up(&mut self) {
+        let deltas = self.stack.take_deltas();
+        deltas.into_iter().flatten().for_each(Delta::give_up);
+    }
+
     /// A disk that ends leaves nothing that only a process of this boot would know.
     pub(crate) fn close_deltas(&mut self) {
         for delta in self.stack.take_deltas().into_iter().flatten() {

@@ -177,6 +177,13 @@ impl Delta {
         self.image.share(&self.name)
     }
 
+    /// What it shows is elsewhere by now, and nobody opens it again: nothing is written any more, to storage that may hang.
+    pub fn give_up(mut self) {
+        if let Some(map) = self.map.take() {
+            let _ = std::fs::remove_file(map);
+        }
+    }
+
     /// A last round: it is complete by its tables alone, until somebody opens it again. Nothing may be under way.
     pub fn close(mut self) -> Result<(), Error> {
         match self.image.access() {

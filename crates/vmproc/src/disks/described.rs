@@ -126,6 +126,12 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
     Ok(Mark::parse(&String::from_utf8_lossy(text)))
 }
 
+/// Whether an image bears the number of this description.
+pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bool, String> {
+    let mark = mark_of(image).map_err(|error| error.to_string())?;
+    Ok(mark.is_of(&images.mark))
+}
+
 /// Durably.
 fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
     let text = match mark {

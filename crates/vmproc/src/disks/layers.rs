@@ -74,7 +74,7 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or what is left of deleted ones, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk is given up for a copy of its own while the VM is off (docs/snapshots.md)"
+        "it has snapshots, or what is left of deleted ones, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 
@@ -476,6 +476,13 @@ impl Place<'_> {
 }
 
 impl Served {
+    /// Whether a disk is linked, and consists of nothing but what was written since.
+    pub(super) fn is_linked_only(&self, spec: &DiskSpec) -> bool {
+        let all = self.all();
+        let found = all.place(spec).load().ok().flatten();
+        found.is_some_and(|images| images.is_linked_only())
+    }
+
     /// What lies above a disk's image, where that has snapshots.
     pub(super) fn deltas(
         &self,
@@ -487,6 +494,7 @@ impl Served {
         let place = all.place(spec);
         let found = place.load_of(image.as_fd());
         let Some(images) = found.map_err(|why| refused(&why))? else {
+            lock(&self.layered).remove(&spec.name);
             return Ok(Vec::new());
         };
         if spec.read_only || !has_image {
@@ -529,7 +537,7 @@ pub(super) fn random_number() -> Result<String, String> {
     Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
-fn id_of(text: &str) -> Option<Id> {
+pub(super) fn id_of(text: &str) -> Option<Id> {
     let number = u128::from_str_radix(text, 16).ok()?;
     Some(Id(number.to_be_bytes()))
 }
