@@ -42,7 +42,7 @@ pub enum Format {
     Qcow2(Qcow2),
 }
 
-/// A qcow2 image.
+/// What an image of that format says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Qcow2 {
     /// That a guest finds on it.

@@ -36,7 +36,7 @@ impl Drop for Server {
 pub struct Site<'a> {
     /// On the machine's own storage,
     pub local: &'a Path,
-    /// and in memory.
+    /// and in memory, where sockets lie.
     pub run: &'a Path,
     pub programs: &'a Path,
     /// What all disks begin as.

@@ -57,11 +57,11 @@ impl From<Link<Opened>> for Part {
     }
 }
 
-/// An image, open.
+/// An image that is open, with all that its content is made of.
 #[derive(Debug)]
 pub(super) struct Source {
     top: Part,
-    /// The lowest last.
+    /// What it names, and what that names: the lowest last.
     below: Vec<Part>,
     /// What a guest finds on it.
     pub bytes: u64,

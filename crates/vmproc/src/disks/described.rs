@@ -132,7 +132,7 @@ pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bo
     Ok(mark.is_of(&images.mark))
 }
 
-/// Durably.
+/// Has an image say so, durably, whatever it said before.
 fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
     let text = match mark {
         Mark::Nothing => return Ok(()),

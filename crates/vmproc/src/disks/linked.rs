@@ -84,3 +84,112 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
     let opened = Delta::unlocked((file, extent), id, BLOCK);
     opened.map(drop).map_err(|error| error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_blockio::delta::{NewDelta, create};
+    use godwit_delta::{Id, Parent};
+    use godwit_qemu::disk::identity_of;
+    use godwit_snapshots::{Common, Fresh};
+    use godwit_store::save_json;
+    use godwit_types::snapshots::LAYERED_MARK;
+    use rustix::fs::{XattrFlags, fsetxattr};
+    use std::fs::File;
+
+    const BYTES: u64 = 1 << 20;
+
+    struct Disk {
+        dir: tempfile::TempDir,
+        mark: String,
+    }
+
+    impl Disk {
+        fn new() -> Self {
+            let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+            let disk = Self {
+                dir,
+                mark: "5".repeat(32),
+            };
+            let own = File::create(disk.own()).unwrap();
+            own.set_len(BYTES).unwrap();
+            disk.says(&own, &disk.mark);
+            let fresh = Fresh {
+                name: "root.raw.d1".to_owned(),
+                id: format!("{:032x}", 7),
+            };
+            let id = "9".repeat(32);
+            let common = Common {
+                path: "/srv/base.raw",
+                id: &id,
+            };
+            let images = Images::linked(common, BYTES, &disk.mark, &fresh).unwrap();
+            save_json(&description_of(&disk.own()), &images).unwrap();
+            disk.make_delta(7);
+            disk
+        }
+
+        fn own(&self) -> std::path::PathBuf {
+            self.dir.path().join("root.raw")
+        }
+
+        fn says(&self, own: &File, mark: &str) {
+            let flags = XattrFlags::empty();
+            fsetxattr(own, LAYERED_MARK, mark.as_bytes(), flags).unwrap();
+        }
+
+        fn make_delta(&self, id: u128) {
+            let parent = Parent {
+                cid: 1,
+                hint: "base.vmdk".to_owned(),
+            };
+            let descriptor = self.dir.path().join("root.raw.d1.vmdk");
+            let new = NewDelta {
+                descriptor: &descriptor,
+                bytes: BYTES,
+                id: Id(id.to_be_bytes()),
+                parent: &parent,
+            };
+            create(&new).unwrap();
+        }
+
+        fn remove_above(&self) -> bool {
+            let own = self.own();
+            let former = Former {
+                disk: "root",
+                path: &own,
+                image: identity_of(&own).unwrap().unwrap(),
+                known: None,
+                part: None,
+            };
+            remove_above(&former)
+        }
+
+        fn left(&self) -> usize {
+            std::fs::read_dir(self.dir.path()).unwrap().count()
+        }
+    }
+
+    #[test]
+    fn what_lay_over_a_linked_disk_goes_and_its_own_image_is_left_to_others() {
+        let disk = Disk::new();
+        assert_eq!(disk.left(), 4);
+        assert!(disk.remove_above());
+        assert!(disk.left() == 1 && disk.own().exists());
+        assert!(disk.remove_above(), "there is nothing more");
+    }
+
+    #[test]
+    fn what_belongs_to_another_image_or_is_another_delta_stays() {
+        let disk = Disk::new();
+        let own = File::options().write(true).open(disk.own()).unwrap();
+        disk.says(&own, &"6".repeat(32));
+        assert!(!disk.remove_above() && disk.left() == 4);
+        disk.says(&own, &disk.mark);
+        for name in ["root.raw.d1.vmdk", "root.raw.d1-sesparse.vmdk"] {
+            std::fs::remove_file(disk.dir.path().join(name)).unwrap();
+        }
+        disk.make_delta(8);
+        assert!(!disk.remove_above() && disk.left() == 4);
+    }
+}
