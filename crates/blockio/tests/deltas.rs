@@ -584,3 +584,36 @@ fn what_anybody_else_wrote_is_refused() {
 fn must_be_unchanged(path: &Path, content: &[u8]) {
     assert!(fs::read(path).unwrap() == content);
 }
+
+/// The disk's own file bears locks and records alone.
+#[test]
+fn a_linked_disk_begins_as_an_image_that_it_never_writes() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let (own, base) = (chain.at("own.raw"), chain.plain.clone());
+    fs::File::create(&own).unwrap().set_len(BYTES).unwrap();
+    let top = |chain: &Chain| chain.open_top(BOOT, false).unwrap();
+    let written = top(&chain).over(chain.base(Access::ReadWrite));
+    assert!(written.is_err(), "it may be written");
+    let image = Image::open(&own, Access::ReadWrite, 512).unwrap();
+    let mut stack = Stack::new(Vec::new(), Engine::new(image).unwrap());
+    let lowest = top(&chain).over(chain.base(Access::ReadOnly)).unwrap();
+    stack.put_deltas(vec![lowest]).unwrap();
+    chain.must_be_plain(&mut stack);
+    chain.work(&mut stack, 60, 5);
+    chain.must_be_plain(&mut stack);
+    // It stays where it is when something is put above.
+    let mut deltas = freeze(&mut stack);
+    chain.add();
+    deltas.push(top(&chain));
+    stack.put_deltas(deltas).unwrap();
+    chain.work(&mut stack, 60, 6);
+    chain.must_be_plain(&mut stack);
+    drop(stack);
+    assert!(fs::read(chain.at("base.raw")).unwrap() == base);
+    let own = fs::read(own).unwrap();
+    assert!(own.iter().all(|byte| *byte == 0), "something is written");
+    let other = Chain::new(BYTES + 512);
+    let over_longer = top(&chain).over(other.base(Access::ReadOnly));
+    assert!(over_longer.is_err(), "it is longer");
+}

@@ -51,7 +51,7 @@ pub struct Image {
     /// The image below; a delta has one, and nothing else has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub over: Option<String>,
-    /// What the image itself says that it is, in hexadecimal digits; of a delta.
+    /// What the image itself says that it is, in hexadecimal digits; of a delta, and of a raw one that is common.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     /// Whether other VMs may have it, too: it is never written and never removed, and may lie elsewhere.
@@ -111,6 +111,14 @@ pub struct Images {
     pub leaving: BTreeMap<String, Option<String>>,
 }
 
+/// The image that a linked disk begins as, and that others begin as, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Common<'a> {
+    pub path: &'a str,
+    /// What it says that it is.
+    pub id: &'a str,
+}
+
 /// An image that is to be made before a description names it: a delta that is empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fresh {
@@ -143,6 +151,40 @@ impl Images {
             reverting: None,
             leaving: BTreeMap::new(),
         }
+    }
+
+    /// Of a disk of so many bytes that begins as `common`, which is as long, with `fresh` over it; the disk's own file, in which nothing of it is, bears this
+    /// mark.
+    pub fn linked(
+        common: Common<'_>,
+        bytes: u64,
+        mark: &str,
+        fresh: &Fresh,
+    ) -> Result<Self, Refusal> {
+        let lowest = Image {
+            kind: Kind::Raw,
+            over: None,
+            id: Some(common.id.to_owned()),
+            common: true,
+        };
+        let mut images = Self::of_one("", bytes, mark);
+        images.images = BTreeMap::from([(common.path.to_owned(), lowest)]);
+        images.put_top(fresh, common.path.to_owned());
+        images.checked()
+    }
+
+    /// What a linked disk begins as; nothing of a disk that has all that it consists of.
+    pub fn common(&self) -> Option<Common<'_>> {
+        let path = *self.chain(&self.top).last()?;
+        let image = self.images.get(path).filter(|image| image.common)?;
+        let id = image.id.as_deref()?;
+        Some(Common { path, id })
+    }
+
+    /// Whether it is a linked disk of nothing but what was written since: a copy of what the top shows is all of it.
+    pub fn is_linked_only(&self) -> bool {
+        let has_more = !self.snapshots.is_empty() || !self.leaving.is_empty();
+        self.common().is_some() && self.images.len() == 2 && !has_more
     }
 
     /// Whether it says no more than that the disk is one raw image.

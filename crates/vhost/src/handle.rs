@@ -103,8 +103,8 @@ pub struct Standing<'a> {
 }
 
 impl Standing<'_> {
-    /// Goes on with another image of the same bytes, which is locked as the one before; the filter that was put below the
-    /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
+    /// Goes on with another image of the same bytes, which is locked as the one before and has all that deltas showed, if there were any; the filter that
+    /// was put below the others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
         self.disk.ask(|answer| Command::Switch(image, answer))?
     }

@@ -47,6 +47,12 @@ impl Device {
         })
     }
 
+    /// The disk goes on without them.
+    pub(crate) fn give_deltas_up(&mut self) {
+        let deltas = self.stack.take_deltas();
+        deltas.into_iter().flatten().for_each(Delta::give_up);
+    }
+
     /// A disk that ends leaves nothing that only a process of this boot would know.
     pub(crate) fn close_deltas(&mut self) {
         let Some(deltas) = self.stack.take_deltas() else {

@@ -46,7 +46,7 @@ impl Device {
             .inspect_err(|_| self.lost_sync = true)?)
     }
 
-    /// Goes on with another image of the same size, without what was put below the guest's filters.
+    /// Goes on with another image of the same size, without what was put below the guest's filters, and without deltas: all that they showed is in that.
     pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
         let busy = self.busy();
         let block = u64::from(self.guest.geometry.block);
@@ -59,7 +59,11 @@ impl Device {
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
-        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+        if !self.stack.bottom.replace(image) {
+            return Err(busy);
+        }
+        self.give_deltas_up();
+        Ok(())
     }
 
     /// Looks at the image's size and tells the guest if it has changed.

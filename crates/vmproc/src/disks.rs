@@ -28,6 +28,7 @@ mod kept;
 mod labelled;
 mod layers;
 mod left;
+mod linked;
 mod making;
 mod moving;
 mod note;

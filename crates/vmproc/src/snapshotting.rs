@@ -105,7 +105,7 @@ impl Vm {
         let disk = disks.with_snapshots()?;
         let vm = &self.config.vm;
         Some(format!(
-            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
+            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, or is linked to another image, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}'); a linked one without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk {vm} {disk} --to DATASTORE')"
         ))
     }
 

@@ -76,6 +76,8 @@ pub struct Delta {
     map: Option<PathBuf>,
     /// What its last guest was told and storage did not keep is left out.
     went_back: bool,
+    /// What is read of a linked disk where it, the lowest one, has nothing: an image that others have, too, and nobody writes.
+    begins_as: Option<Image>,
 }
 
 impl Delta {
@@ -199,6 +201,28 @@ impl Delta {
         self.states.doubt();
     }
 
+    /// Has it lie over an image that is only read, in the place of the disk's own: over this one everybody reads what is absent in all deltas. Refuses one that
+    /// may be written, or of another length.
+    pub fn over(mut self, image: Image) -> Result<Self, Error> {
+        let fits = image.access() == Access::ReadOnly && image.bytes() == self.layout.disk_bytes();
+        if !fits {
+            let why = "a disk that is as long begins as it, and only reads it";
+            return Err(unusable(image.path(), why));
+        }
+        self.begins_as = Some(image);
+        Ok(self)
+    }
+
+    /// Whether it lies over an image that is not the disk's own.
+    pub fn is_linked(&self) -> bool {
+        self.begins_as.is_some()
+    }
+
+    /// What it lies over, where that is not the disk's own image.
+    pub(crate) fn begins_as(&self) -> Option<&Image> {
+        self.begins_as.as_ref()
+    }
+
     /// Has a frozen one be written again, as a top, durably: whoever calls this knows that nothing lies over it from now on that is written.
     pub fn thaw(&mut self) -> Result<(), Error> {
         match self.label.in_use {
@@ -221,6 +245,13 @@ impl Delta {
             let _ = forget_map(&map);
         }
         self.image.share(&self.name)
+    }
+
+    /// What it shows is elsewhere by now, and nobody opens it again: nothing is written any more, to storage that may hang.
+    pub fn give_up(mut self) {
+        if let Some(map) = self.map.take() {
+            let _ = std::fs::remove_file(map);
+        }
     }
 
     /// A last round: it is complete by its tables alone, until somebody opens it again. Nothing may be under way.
@@ -422,6 +453,7 @@ impl Found {
             name: name.to_owned(),
             map,
             went_back: false,
+            begins_as: None,
         }
     }
 

@@ -215,6 +215,7 @@ mod tests {
                 vm: &self.vm,
                 user,
                 reserved: &Reserved::default(),
+                stores: &[],
             })
         }
 

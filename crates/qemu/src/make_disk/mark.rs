@@ -20,7 +20,8 @@ pub(super) fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
         disk.from.as_deref().unwrap_or(""),
         disk.size_gib.unwrap_or(0),
     );
-    format!("{vm}/{}/{gib}/{from}", disk.name)
+    let linked = if disk.linked { "linked " } else { "" };
+    format!("{vm}/{}/{gib}/{linked}{from}", disk.name)
 }
 
 /// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it

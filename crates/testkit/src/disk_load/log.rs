@@ -126,6 +126,12 @@ impl Log {
         self.flushed
     }
 
+    /// Blocks of which a write was acknowledged.
+    pub fn written_blocks(&self) -> u64 {
+        let written = self.acknowledged.iter().filter(|last| **last != 0);
+        written.count() as u64
+    }
+
     /// A write of this block begins; returns its number.
     pub fn begin(&mut self, block: u64) -> u64 {
         self.last += 1;

@@ -17,6 +17,7 @@ use godwit_blockio::{Image, holder, label};
 use godwit_ownership::{ImageClaim, ImageRecord, ImageRefusal};
 use godwit_qemu::device::{is_in_use, is_used};
 use godwit_qemu::disk::identity_of;
+use godwit_qemu::parent::{is_not_written, is_parent};
 use godwit_qemu::rights::as_user;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
@@ -171,6 +172,22 @@ impl Served {
         Err(self.refused(spec, &format!(
             "the image {path} is not opened: it is disk '{disk}' of VM '{vm}', which this host has, too: delete that VM, or make a copy of the image for this disk; {release}; 'godwit image show {path}' tells what it says of itself"
         )))
+    }
+
+    /// Refuses to write what linked disks begin as. It may bear their mark since it was opened; from its lock on it does not get one.
+    pub(super) fn must_not_be_parent(
+        &self,
+        spec: &DiskSpec,
+        image: &Image,
+    ) -> Result<(), ApiError> {
+        if spec.read_only {
+            return Ok(());
+        }
+        let is_parent = self.as_opener(|| is_parent(image.as_fd()).map_err(io::Error::from));
+        match is_parent.map_err(|error| self.refused(spec, &error))? {
+            false => Ok(()),
+            true => Err(self.refused(spec, &is_not_written(image.path()))),
+        }
     }
 
     /// A disk's image when its VM is to come from another host: what is known of it from now on. One on shared storage must be the

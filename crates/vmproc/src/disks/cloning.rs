@@ -173,6 +173,7 @@ impl CloneJob {
             vm: &self.wish.spec.name,
             user: common_user(config, reserved).user,
             reserved,
+            stores: &[],
         }
     }
 
@@ -347,6 +348,7 @@ fn as_it_is(place: &Place<'_>, disk: DiskSpec) -> Result<Source, String> {
     images.must_be_one_moment(&place.config.vm)?;
     place.must_be_the_latest(&images)?;
     let deltas = place.open(&images, LOCK_WAIT, true)?;
+    let base = place.below_all(&images, base)?;
     Source::of(disk, base, deltas, images.bytes)
 }
 
@@ -359,9 +361,9 @@ fn as_it_was(
     let images = place.load_of(base.as_fd())?;
     let images = images.ok_or_else(|| format!("it has no snapshot '{name}'"))?;
     let mut chain = images.chain(&images.snapshot(name)?.image);
-    // The disk's own image lies below all others.
+    // The disk's own image lies below all others, or what it is linked to.
     let own = chain.pop().map_or(Ok(false), |own| place.is_own(own))?;
-    if !own {
+    if !own && images.common().is_none() {
         return Err(format!(
             "the images of snapshot '{name}' do not lie over {}",
             place.spec.path
@@ -375,6 +377,7 @@ fn as_it_was(
         }
         deltas.push(place.open_unlocked(&images, image)?);
     }
+    let base = place.below_all(&images, base)?;
     Source::of(disk, base, deltas, images.bytes)
 }
 

@@ -106,7 +106,7 @@ fn judge(mark: &Mark, described: Option<&str>) -> Result<bool, String> {
         (Mark::Nothing | Mark::Begun(_), None) => Ok(false),
         (mark, Some(number)) if mark.is_of(number) => Ok(true),
         (Mark::Bound(_), None) => Err(format!(
-            "is a part of its disk, which has snapshots, and its description, the file of the same name with '.images' behind it, is gone, which says what else belongs to it: put that file back (or, if all that came after the first snapshot may be lost, 'setfattr -x {MARK}' lets the image be all of its disk)"
+            "is a part of its disk, which has snapshots or is linked to another image, and its description, the file of the same name with '.images' behind it, is gone, which says what else belongs to it: put that file back (or, if it was not linked, and all that came after the first snapshot may be lost, 'setfattr -x {MARK}' lets the image be all of its disk)"
         )),
         (_, Some(_)) => Err(
             "is another image than the one whose snapshots are described beside it, in the file of the same name with '.images' behind it: put back what belongs together, or, if this image is all of its disk, move that file away"
@@ -127,7 +127,13 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
     Ok(Mark::parse(&String::from_utf8_lossy(text)))
 }
 
-/// Has the image bear it, durably.
+/// Whether an image bears the number of this description.
+pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bool, String> {
+    let mark = mark_of(image).map_err(|error| error.to_string())?;
+    Ok(mark.is_of(&images.mark))
+}
+
+/// Has the image bear it, durably, whatever it said before.
 fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
     let text = match mark {
         Mark::Nothing => return Ok(()),
@@ -187,7 +193,10 @@ impl Place<'_> {
         };
         let own = self.file_name()?;
         let is_own = |image: &Image| image.kind == Kind::Raw && !image.common;
-        match images.images.get(own).is_some_and(is_own) {
+        let described = images.images.get(own);
+        // In that of a linked disk is nothing.
+        let is_linked = described.is_none() && images.common().is_some();
+        match is_linked || described.is_some_and(is_own) {
             true => Ok(Some(images)),
             false => Err(told(format!(
                 "the disk's own image {own} is not described as one"

@@ -1,10 +1,12 @@
 //! What a disk consists of that has snapshots: a description beside its image, and deltas above that.
 //!
-//! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it.
+//! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it. That of a linked
+//! disk holds nothing: in its place the deltas lie over an image that others have, too, which is opened for reading alone and known by the mark that it bears.
 //! What lies over it says `IMAGE.images` ([`super::described`]), on the disk's own storage: so neither a host whose state was put back from an
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
-//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, and disks on block devices.
+//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, another image than the one that a disk is linked to, and disks
+//! on block devices.
 
 use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
@@ -14,17 +16,18 @@ use super::served::{Served, open_file};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::files::Paths;
-use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
     Delta, NewDelta, Opening, Outliving, create, describe_over, forget_map, is_empty,
 };
+use godwit_blockio::{Access, Image as DiskImage};
 use godwit_delta::{Id, Parent};
+use godwit_qemu::parent::parent_id;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images};
+use godwit_snapshots::{Common, Fresh, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::description_of;
+use godwit_types::snapshots::{PARENT_MARK, description_of};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -75,7 +78,7 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or what is left of deleted ones, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged)"
+        "it has snapshots, or what is left of deleted ones, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 
@@ -198,7 +201,84 @@ impl Place<'_> {
         if !self.is_own(&images.top)? {
             deltas.push(self.open_top(images, &images.top, patience, no_guest_lives)?);
         }
+        self.over_its_parent(images, deltas, patience)
+    }
+
+    /// Lays those of a linked disk over the image as which that begins.
+    pub fn over_its_parent(
+        &self,
+        images: &Images,
+        mut deltas: Vec<Delta>,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let is_due = images.common().is_some() && !deltas.is_empty();
+        if is_due && !deltas.first().is_some_and(Delta::is_linked) {
+            let lowest = deltas.remove(0);
+            deltas.insert(0, self.over_common(images, lowest, patience)?);
+        }
         Ok(deltas)
+    }
+
+    /// Lays the lowest delta of a linked disk over the image as which that begins.
+    fn over_common(
+        &self,
+        images: &Images,
+        lowest: Delta,
+        patience: Duration,
+    ) -> Result<Delta, String> {
+        let Some(common) = images.common() else {
+            return Ok(lowest);
+        };
+        let image = self.open_common(common, images.bytes, patience)?;
+        lowest.over(image).map_err(|error| error.to_string())
+    }
+
+    /// What lies below all deltas: the disk's own image, which is given, or what it is linked to.
+    pub fn below_all(&self, images: &Images, own: File) -> Result<File, String> {
+        let Some(common) = images.common() else {
+            return Ok(own);
+        };
+        let image = self.open_common(common, images.bytes, LOCK_WAIT)?;
+        let file = image.as_fd().try_clone_to_owned();
+        file.map(File::from).map_err(|error| error.to_string())
+    }
+
+    /// The very image to which the disk was linked: whoever puts another one in its place changes what the guest has not written.
+    fn open_common(
+        &self,
+        Common { path, id }: Common<'_>,
+        bytes: u64,
+        patience: Duration,
+    ) -> Result<DiskImage, String> {
+        let linked = format!("disk '{}' is linked to the image {path}", self.spec.name);
+        let spec = DiskSpec {
+            path: path.to_owned(),
+            read_only: true,
+            ..self.spec.clone()
+        };
+        let file = open_file(self.config, &spec, self.owner);
+        let file =
+            file.map_err(|error| format!("{linked}, which is not opened: {}", error.message))?;
+        let borne =
+            self.as_opener(|| parent_id(&file).map_err(|errno| std::io::Error::from(errno).into()));
+        let borne = borne.map_err(|why| format!("{linked}, whose mark cannot be read: {why}"))?;
+        if borne.as_deref() != Some(id) {
+            return Err(format!(
+                "{linked}, and what is there now is another one, or lost its mark ({PARENT_MARK}, which was {id}) when it was copied: put that image back, with its attributes; if it certainly is the same, 'setfattr -n {PARENT_MARK} -v {id} {path}' says so"
+            ));
+        }
+        let told = |error: godwit_blockio::Error| format!("{linked}: {error}");
+        let image = DiskImage::of(file, Path::new(path), Access::ReadOnly, BLOCK);
+        let mut image = image.map_err(told)?;
+        let reader = lock_name(self.config, self.spec);
+        image.lock(&reader, patience).map_err(told)?;
+        match image.bytes() == bytes {
+            true => Ok(image),
+            false => Err(format!(
+                "{linked}, which has {} bytes and had {bytes} when it was linked: put that image back",
+                image.bytes()
+            )),
+        }
     }
 
     /// The same without the top.
@@ -259,14 +339,14 @@ impl Place<'_> {
         };
         let top = top.into_top(opening(&lock, patience), outliving);
         deltas.push(top.map_err(|error| error.to_string())?);
-        Ok(deltas)
+        self.over_its_parent(images, deltas, patience)
     }
 
     /// The names of what lies between the disk's own image and the top, from the lowest one on.
     fn lower<'a>(&self, images: &'a Images) -> Result<Vec<&'a str>, String> {
         let chain = images.chain(&images.top);
         let own = chain.last().map_or(Ok(false), |name| self.is_own(name));
-        if !own? {
+        if !own? && images.common().is_none() {
             let (disk, path) = (&self.spec.name, &self.spec.path);
             return Err(format!(
                 "the images of disk '{disk}' do not lie over {path}"
@@ -372,10 +452,8 @@ impl Place<'_> {
 
     /// Bytes that an image holds; nothing where that cannot be told.
     pub fn bytes_of(&self, images: &Images, name: &str) -> Option<u64> {
-        let is_delta = images
-            .images
-            .get(name)
-            .is_some_and(|image| image.id.is_some());
+        let image = images.images.get(name);
+        let is_delta = image.is_some_and(|image| image.kind == Kind::Delta);
         let path = match is_delta {
             true => self.extent(name),
             false => self.sibling(name),
@@ -526,6 +604,19 @@ impl Place<'_> {
 }
 
 impl Served {
+    /// Whether a disk is linked, and consists of nothing but what was written since.
+    pub(super) fn is_linked_only(&self, spec: &DiskSpec) -> bool {
+        let all = self.all();
+        let found = all.place(spec).load();
+        found.is_ok_and(|images| images.is_linked_only())
+    }
+
+    /// Whether a disk is, or may be, more than its image.
+    pub(super) fn may_have_layers(&self, spec: &DiskSpec) -> bool {
+        lock(&self.layered).contains(&spec.name)
+            || has_layers(&self.config, self.what().uid, &spec.path)
+    }
+
     /// What lies above a disk's image, where that has snapshots.
     pub(super) fn deltas(
         &self,
@@ -537,6 +628,7 @@ impl Served {
         let place = all.place(spec);
         let found = place.load_of(image.as_fd());
         let Some(images) = found.map_err(|why| refused(&why))? else {
+            lock(&self.layered).remove(&spec.name);
             return Ok(Vec::new());
         };
         if spec.read_only || !has_image {
@@ -579,7 +671,7 @@ pub(super) fn random_number() -> Result<String, String> {
     Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
-fn id_of(text: &str) -> Option<Id> {
+pub(super) fn id_of(text: &str) -> Option<Id> {
     let number = u128::from_str_radix(text, 16).ok()?;
     Some(Id(number.to_be_bytes()))
 }

@@ -12,6 +12,7 @@ use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::{remove, rename};
 use super::labelled::{self, Labelled, is_among};
+use super::linked::remove_above;
 use super::record;
 use super::served::ServedDisks;
 use super::there::WentAlong;
@@ -294,7 +295,10 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
             FormerEnd::Forgotten => false,
-            FormerEnd::Removed => !left.former().remove(),
+            FormerEnd::Removed => {
+                let former = left.former();
+                !(remove_above(&former) && former.remove())
+            }
         }
     });
 }

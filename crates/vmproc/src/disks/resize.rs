@@ -11,7 +11,6 @@ use super::layers::{has_layers, has_snapshots};
 use super::left::of_earlier;
 use super::served::{open_file, refused};
 use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
-use crate::adoption::lock;
 use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
@@ -43,9 +42,7 @@ impl Disks {
         let (index, spec) = found.ok_or_else(|| has_no_disk(&served.config, &wish.disk))?;
         let refused = |why: &dyn Display| served.refused(spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
-        let has_layers = lock(&served.layered).contains(&spec.name)
-            || has_layers(&served.config, what.uid, &spec.path);
-        must_be_one_image(has_layers).map_err(|why| refused(&why))?;
+        must_be_one_image(served.may_have_layers(spec)).map_err(|why| refused(&why))?;
         let disk = served.disk(index).map_err(|why| refused(&why))?;
         let status = disk.status().map_err(|error| refused(&error))?;
         if served.held().is_none() || !status.has_image {

@@ -12,7 +12,7 @@ use crate::faults::reached;
 use crate::files::Paths;
 use godwit_blockio::Image;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images, Snapshot};
+use godwit_snapshots::{Fresh, Images, Kind, Snapshot};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
@@ -131,7 +131,7 @@ impl All<'_> {
                 images
                     .images
                     .get(*name)
-                    .is_some_and(|image| image.id.is_some())
+                    .is_some_and(|image| image.kind == Kind::Delta)
             });
             let bytes = delta.and_then(|name| self.place(spec).bytes_of(images, name));
             bytes.unwrap_or_default()

@@ -327,7 +327,7 @@ impl Served {
                 let place = its.get();
                 let mut deltas = place.keep_lower(&images, had, merged, LOCK_WAIT)?;
                 deltas.extend(top);
-                Ok(deltas)
+                place.over_its_parent(&images, deltas, LOCK_WAIT)
             });
             end_unless(changed, &one.place.spec, standing);
         }
