@@ -14,7 +14,7 @@ mod tracked;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create};
+use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, read_descriptor};
 use godwit_blockio::{Access, Image, Waits};
 use godwit_delta::{Id, Parent};
 use godwit_guestmem::RamFile;
@@ -23,6 +23,7 @@ use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
 use moving::By;
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -151,7 +152,9 @@ fn deltas(arguments: &Arguments, bytes: u64) -> Result<Vec<Delta>> {
         boot: Id([1; 16]),
         no_guest_lives: true,
     };
-    let top = Delta::open_top(descriptor, opening, outliving)?;
+    let extent = descriptor.with_file_name(read_descriptor(descriptor)?.extent);
+    let file = File::options().read(true).write(true).open(&extent)?;
+    let top = Delta::top_of((file, &extent), Id(id), opening, outliving)?;
     let mut common = Image::open(over, Access::ReadOnly, BLOCK_BYTES)?;
     common.lock(&format!("disk-{}", std::process::id()), LOCK_WAIT)?;
     Ok(vec![top.over(common)?])
