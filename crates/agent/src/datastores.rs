@@ -10,6 +10,7 @@ use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_qemu::holding::device_must_be_nobodys;
+use godwit_qemu::layered::use_of_linked;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
@@ -57,8 +58,13 @@ impl Here<'_> {
 
     /// What a disk's images take; nothing of one that cannot be looked at, which its VM process then says.
     fn used_bytes(&self, disk: &DiskSpec) -> u64 {
-        let own = self.measured(disk).map_or(0, |(_, used)| used);
-        own.saturating_add(bytes_over(Path::new(&disk.path)))
+        let (bytes, own) = self.measured(disk).unwrap_or_default();
+        let path = Path::new(&disk.path);
+        match use_of_linked(path) {
+            // It becomes one image.
+            Some(all) => all.min(bytes),
+            None => own.saturating_add(bytes_over(path)),
+        }
     }
 
     /// Bytes of its image, and those that it takes.
@@ -113,7 +119,8 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
                 }),
         };
         let used = here.used_bytes(disk);
-        let is_copied = !shares_blocks || !is_beside(disk, store);
+        let is_linked = use_of_linked(Path::new(&disk.path)).is_some();
+        let is_copied = !shares_blocks || is_linked || !is_beside(disk, store);
         needed = needed.saturating_add(if is_copied { used } else { 0 });
         let refusal = free.map_err(|message| refused(ErrorCode::Preflight, message));
         refusals.extend(refusal.err());

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::deltas::{open_parent, open_top};
 use common::way::ToTheFile;
 use common::{numbers, request, request_of, run, write_of};
 use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, describe_base};
@@ -46,7 +47,7 @@ fn make(directory: &Path, number: u8, parent: &Parent) -> (Parent, Delta) {
         boot: Id([77; 16]),
         no_guest_lives: true,
     };
-    let delta = Delta::open_top(&descriptor, opening(), outliving).unwrap();
+    let delta = open_top(&descriptor, opening(), outliving).unwrap();
     (made, delta)
 }
 
@@ -112,7 +113,7 @@ fn disk_and_copy(from: &Path, to: &Path, seed: u64) -> (Stack<Engine>, Delta, De
     }
     let (_, top) = make(from, 2, &parent);
     let (_, copy) = make(to, 3, &parent);
-    let below = Delta::open_parent(&to.join("d1.vmdk"), opening()).unwrap();
+    let below = open_parent(&to.join("d1.vmdk"), opening()).unwrap();
     drop(stack);
     let mut stack = over(from, vec![lower, top]);
     run(

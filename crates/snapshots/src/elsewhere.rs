@@ -97,6 +97,7 @@ mod tests {
             after: None,
             image: String::new(),
             made_unix_s: 1_800_000_000,
+            begun: false,
             quiesced: false,
             text: String::new(),
             disks: vec!["root".to_owned()],

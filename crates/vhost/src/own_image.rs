@@ -48,14 +48,18 @@ impl Device {
             .inspect_err(|_| self.lost_sync = true)?)
     }
 
-    /// Goes on with another image of the same size, without what was put below the guest's filters.
+    /// Goes on with another image of the same size, without what was put below the guest's filters, and without deltas: all that they showed is in that.
     pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
         let busy = self.busy();
         self.must_fit(&image)?;
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
-        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+        if !self.stack.bottom.replace(image) {
+            return Err(busy);
+        }
+        self.give_deltas_up();
+        Ok(())
     }
 
     /// The same with what lies over it, in place of what lay over the one before.
@@ -65,11 +69,14 @@ impl Device {
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
-        // What they have was settled, and is another image's by now.
-        let had = self.stack.take_deltas();
-        if had.is_none() || !self.stack.bottom.replace(image) {
+        let Some(had) = self.stack.take_deltas() else {
+            return Err(busy);
+        };
+        if !self.stack.bottom.replace(image) {
             return Err(busy);
         }
+        // What they show is the other image's by now.
+        had.into_iter().for_each(Delta::give_up);
         let put = self.stack.put_deltas(deltas);
         put.map_err(|_| Error::Settings {
             reason: OTHER_LENGTH.to_owned(),

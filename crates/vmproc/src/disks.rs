@@ -7,15 +7,18 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod beside;
 mod came;
 mod claim;
 mod cleaning;
+mod cloning;
 mod coming;
 mod described;
 mod devices;
 mod entry;
 mod format;
 mod former;
+mod gentle;
 #[cfg(test)]
 mod hardware_tests;
 mod history;
@@ -27,6 +30,7 @@ mod labelled;
 mod layers;
 mod leaving;
 mod left;
+mod linked;
 mod making;
 mod moving;
 mod note;
@@ -47,6 +51,7 @@ mod tracked;
 mod tree;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
+pub(crate) use cloning::CloneJob;
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;
@@ -225,6 +230,11 @@ impl Disks {
         found.map(|disk| disk.name.clone())
     }
 
+    /// One of them that is linked to another image.
+    pub(crate) fn linked(&self) -> Option<String> {
+        lock(&self.0.linked).iter().next().cloned()
+    }
+
     /// Whether QEMU has any that this process serves.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.what().disks.is_empty()
@@ -304,6 +314,8 @@ impl Disks {
         patience: Duration,
         go_on: impl FnOnce(Vec<(usize, Handover)>) -> R,
     ) -> Result<R, String> {
+        // Whoever comes next begins to merge anew.
+        let _rests = self.0.tidies.rest(Instant::now() + patience);
         if self.0.waits_for_storage() {
             return Err("the storage of the VM's disks has not answered yet".to_owned());
         }
@@ -316,6 +328,8 @@ impl Disks {
                 continue;
             };
             let stands = disk.stand_still(left).map_err(|error| told(spec, &error))?;
+            // Without its map another program could not go on with the disk.
+            stands.keep_maps().map_err(|error| told(spec, &error))?;
             match stands.hand_over() {
                 Ok(copied) => handed.push((place, copied)),
                 Err(error) => {

@@ -186,8 +186,10 @@ impl Filling {
     pub(crate) fn settle(&self) -> Result<(), Errno> {
         let is_let_go = self.is_let_go.lock();
         let is_let_go = is_let_go.unwrap_or_else(PoisonError::into_inner);
+        // The kernel tells once of what it lost: whoever has the states next, or already, calls nothing durable either.
+        let lose = |_: &Errno| self.states.words().lose();
         if *is_let_go {
-            return retry_on_intr(|| fdatasync(&self.file));
+            return retry_on_intr(|| fdatasync(&self.file)).inspect_err(lose);
         }
         let said: Vec<_> = {
             let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -197,7 +199,8 @@ impl Filling {
                 .collect()
         };
         let written = tables::settle_said(&self.file, &self.layout, &said);
-        written.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let written = written.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
+        written.inspect_err(lose)?;
         let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         for (block, words) in said {
             if self.states.block(block) == words {
@@ -255,12 +258,20 @@ mod tests {
         };
         create(&new).unwrap();
         let map = directory.join(format!("{name}.states"));
+        open_top(directory, name, number, (&map, Id([9; 16])))
+    }
+
+    fn open_top(directory: &Path, name: &str, number: u8, (map, boot): (&Path, Id)) -> Delta {
+        let path = directory.join(format!("{name}-sesparse.vmdk"));
+        let mut options = File::options();
+        let file = options.read(true).write(true).open(&path).unwrap();
         let outliving = Outliving {
-            map: &map,
-            boot: Id([9; 16]),
+            map,
+            boot,
             no_guest_lives: true,
         };
-        Delta::open_top(&descriptor, opening(name), outliving).unwrap()
+        let id = Id([number; 16]);
+        Delta::top_of((file, &path), id, opening(name), outliving).unwrap()
     }
 
     fn read(filling: &Filling, at: u64) -> Vec<u8> {
@@ -338,13 +349,7 @@ mod tests {
         drop((arriving, top));
         std::fs::remove_file(directory.path().join("top.states")).unwrap();
         let map = directory.path().join("again.states");
-        let outliving = Outliving {
-            map: &map,
-            boot: Id([8; 16]),
-            no_guest_lives: true,
-        };
-        let descriptor = directory.path().join("top.vmdk");
-        let top = Delta::open_top(&descriptor, opening("top"), outliving).unwrap();
+        let top = open_top(directory.path(), "top", 2, (&map, Id([8; 16])));
         let again = Filling::of(&top, &[], &raw).unwrap();
         let found = read(&again, 0);
         assert_eq!((found[0], found[512], found[1024]), (4, 3, 1));

@@ -185,7 +185,7 @@ mod tests {
 
     fn of_a_disk(bytes: u64) -> (Layout, States<Words>) {
         let layout = Layout::of(bytes).unwrap();
-        let states = States::over(Words::own(&layout), &layout).unwrap();
+        let states = States::over(Words::own(&layout).unwrap(), &layout).unwrap();
         (layout, states)
     }
 

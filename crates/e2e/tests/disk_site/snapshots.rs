@@ -150,8 +150,13 @@ pub fn top_at(own: &Path) -> Result<String> {
     Ok(described["top"].as_str().context("no top")?.into())
 }
 
+/// What lies beside a disk's own image and says what it consists of.
+pub fn description_of(own: &Path) -> PathBuf {
+    PathBuf::from(format!("{}.images", own.display()))
+}
+
 fn described_at(own: &Path) -> Result<Option<serde_json::Value>> {
-    let described = PathBuf::from(format!("{}.images", own.display()));
+    let described = description_of(own);
     let is_there = described.exists();
     let read = is_there.then(|| std::fs::read(&described)).transpose()?;
     let value = read.map(|read| serde_json::from_slice(&read)).transpose()?;

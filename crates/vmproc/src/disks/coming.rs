@@ -115,7 +115,7 @@ impl Served {
             ));
         }
         let (mark, top_id) = (random_number()?, random_number()?);
-        let numbered = (here.first_number(), &*mark);
+        let numbered = (here.first_number()?, &*mark);
         let elsewhere = images.elsewhere(here.file_name()?, numbered, &top_id)?;
         let made = self.make_coming(&here, &elsewhere)?;
         let over = elsewhere.names.values().filter_map(|name| {
@@ -228,7 +228,7 @@ impl Served {
             };
             let put = self.put_one(index, spec, one);
             put.map_err(|why| self.refused(spec, &why))?;
-            lock(&self.layered).insert(spec.name.clone());
+            self.note_images(&spec.name, Some(&one.images));
         }
         Ok(())
     }
@@ -286,7 +286,7 @@ impl Place<'_> {
     fn describe_coming(&self, own: BorrowedFd<'_>, images: &Images) -> Result<(), String> {
         self.bear_bound(own, images)?;
         let at = description_of(self.path());
-        self.as_common(|| save_json(&at, images).map_err(not_done))
+        self.as_writer(own, || save_json(&at, images).map_err(not_done))
     }
 }
 

@@ -84,9 +84,11 @@ fn frozen() -> Vec<u8> {
         boot: Id([9; 16]),
         no_guest_lives: true,
     };
-    let mut delta = Delta::open_top(&descriptor, opening, outliving).unwrap();
+    let path = directory.path().join("root.raw.d1-sesparse.vmdk");
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let mut delta = Delta::top_of((file, &path), new.id, opening, outliving).unwrap();
     delta.freeze().unwrap();
-    std::fs::read(directory.path().join("root.raw.d1-sesparse.vmdk")).unwrap()
+    std::fs::read(path).unwrap()
 }
 
 fn files(directory: &Path) -> Vec<String> {

@@ -10,7 +10,6 @@
 use super::claim::Taking;
 use super::history;
 use super::labelled::name_in;
-use super::layers::has_layers;
 use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::parts::Parts;
@@ -209,12 +208,18 @@ impl Served {
         if spec.read_only {
             return Err(self.not_so(&format!("its guest only reads disk '{name}', which is not moved: copy the file, and describe the VM anew while it is off")));
         }
-        if has_layers(&spec.path) && is_device_path(&place.path) {
-            let why = format!(
-                "its disk '{name}' has snapshots, or what is left of deleted ones, and there is no place for them beside the block device {}: name a place in a directory, or delete its snapshots first",
-                place.path
-            );
-            return Err(self.not_so(&why));
+        match self.must_be_copied_whole(spec, place.method) {
+            Err(why) => {
+                return Err(self.not_so(&format!("its disk '{name}' is not moved: {why}")));
+            }
+            Ok(false) if is_device_path(&place.path) && self.may_have_layers(spec) => {
+                let why = format!(
+                    "its disk '{name}' has snapshots, or what is left of deleted ones, and there is no place for them beside the block device {}: name a place in a directory, or delete its snapshots first",
+                    place.path
+                );
+                return Err(self.not_so(&why));
+            }
+            Ok(_) => {}
         }
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
@@ -369,7 +374,8 @@ impl Served {
     }
 
     fn copy(self: &Arc<Self>, going: &mut Going<'_>) -> Result<Duration, Stopped> {
-        let held = has_layers(&going.spec.path).then(|| self.hold_tidying(HOLD_WAIT));
+        let held = self.may_have_layers(&going.spec);
+        let held = held.then(|| self.hold_tidying(HOLD_WAIT));
         let _held = held.transpose()?;
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
@@ -387,15 +393,19 @@ impl Served {
         if !disk.status()?.has_image {
             return Err("its image is not this host's now".into());
         }
+        let is_linked = self.must_be_copied_whole(&going.spec, going.place.method)?;
         let bytes = disk.measure()?;
-        going.tree = self.begin_tree(going, &disk)?;
+        going.tree = match is_linked {
+            true => None,
+            false => self.begin_tree(going, &disk)?,
+        };
         let image = self.make_second(going, bytes)?;
         let cap = going.place.max_bandwidth_mbit_per_s;
         let pace = Pace::at_most(cap.map(bytes_per_s));
         let deltas = self.copy_below(going, (&disk, &image), &pace)?;
         let new = NewImage { image, deltas };
         let former = self.seen_along(&going.spec, going.image);
-        let mirror = self.begin_mirror(going, (disk, bytes), &new, &pace)?;
+        let mirror = self.begin_mirror(going, (disk, bytes), (&new, is_linked), &pace)?;
         reached("disk-move.copying");
         match going.place.method {
             Method::Mirror => self.wait_until_equal(going, &mirror)?,
@@ -418,18 +428,19 @@ impl Served {
         Ok((mirror, new))
     }
 
-    /// Puts what copies the disk below its filters, and lets that begin.
+    /// Puts what copies the disk below its filters, and lets that begin. `is_linked`: in its own image is nothing of what its guest reads.
     fn begin_mirror(
         &self,
         going: &Going<'_>,
         (disk, bytes): (Arc<Disk>, u64),
-        new: &NewImage,
+        (new, is_linked): (&NewImage, bool),
         pace: &Pace,
     ) -> Result<Mirror, Stopped> {
         let course = Course::at(pace);
         let second = match new.deltas.split_last() {
             None => {
                 let source = open_disk_image(&going.spec, going.image).ok();
+                let source = source.filter(|_| !is_linked);
                 SecondImage::of(&new.image, source, &course)?
             }
             Some((top, lower)) => {
@@ -448,6 +459,7 @@ impl Served {
             None if going.copying.is_on_device() && !planted("device-holes-skipped") => {
                 begin_copying_all(bytes, &course)
             }
+            None if is_linked => begin_copying_all(bytes, &course),
             None => begin_copying((&going.spec, going.image), bytes, &course),
         };
         Ok(Mirror {
@@ -476,6 +488,9 @@ impl Served {
         );
         self.note_iterations(going, mirror);
         let switched = switched?.ok_or(NOT_KEPT_UP)?;
+        if going.tree.is_none() {
+            self.note_images(&going.spec.name, None);
+        }
         // A disk that was held for its last blocks was so before it stood still, too.
         let switched = switched.max(mirror.second.course().closed_for());
         if let Err(why) = self.take_once_more(going.index) {

@@ -17,7 +17,7 @@ use godwit_blockio::filters::{Course, Pace, Still};
 use godwit_blockio::{Access, Image, stride_of};
 use godwit_delta::States;
 use godwit_migrate::protocol::LAYERS_LEN_MAX;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, Kind};
 use godwit_streams::source::Changes;
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::DiskSpec;
@@ -108,6 +108,12 @@ impl Leaving {
             // Its snapshots may have been merged since: what comes there is a disk with an image over its own.
             (_, true) => {}
         }
+        if let Some(common) = found.as_ref().and_then(Images::common) {
+            return Err(refused(format!(
+                "it is linked to the image {}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and have it become one image with 'godwit vm move-disk'",
+                common.path
+            )));
+        }
         if self.held.is_none() {
             self.held = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }
@@ -136,14 +142,18 @@ impl Leaving {
         let own = open_disk_image(here.spec, image)?;
         let path = Path::new(&here.spec.path);
         let told = |error: godwit_blockio::Error| error.to_string();
+        let bytes_of = |name: &str| here.bytes_of(images, name).unwrap_or_default();
         self.files.push(OneFile {
             place,
             begins: 0,
             image: Image::of(own, path, Access::ReadOnly, BLOCK).map_err(told)?,
-            bytes: here.bytes_of(images, here.file_name()?),
+            bytes: bytes_of(here.file_name()?),
         });
         // As the other side has them.
-        let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
+        let deltas = images
+            .images
+            .iter()
+            .filter(|(_, image)| image.kind == Kind::Delta);
         let frozen = deltas.filter(|(name, _)| **name != images.top);
         for (number, (name, _)) in (1..).zip(frozen) {
             let file = here.open_part(name)?;
@@ -151,7 +161,7 @@ impl Leaving {
                 place,
                 begins: stride.saturating_mul(number),
                 image: Image::of(file, Path::new(name), Access::ReadOnly, BLOCK).map_err(told)?,
-                bytes: here.bytes_of(images, name),
+                bytes: bytes_of(name),
             });
         }
         self.parts

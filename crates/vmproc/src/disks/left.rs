@@ -12,6 +12,7 @@ use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::{remove, rename};
 use super::labelled::{self, Labelled, is_among};
+use super::linked::remove_above;
 use super::parts::Parts;
 use super::record;
 use super::served::ServedDisks;
@@ -303,7 +304,12 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
             FormerEnd::Forgotten => false,
             // The image is last: as long as it is there it is tried again.
             FormerEnd::Removed => {
-                !(left.parts.remove(Path::new(&left.path)) && left.former().remove())
+                let former = left.former();
+                let is_alone = match left.parts.is_none() {
+                    true => remove_above(&former),
+                    false => left.parts.remove(former.path),
+                };
+                !(is_alone && former.remove())
             }
         }
     });

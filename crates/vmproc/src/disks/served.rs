@@ -130,6 +130,8 @@ pub(super) struct Served {
     pub(super) descriptions: Mutex<()>,
     /// Disks that consist of more than their own image, by name.
     pub(super) layered: Mutex<BTreeSet<String>>,
+    /// Those of them that are linked to an image which others may have, too.
+    pub(super) linked: Mutex<BTreeSet<String>>,
     /// Images that nobody needs any more.
     pub(super) tidies: Tidies,
     /// Those with snapshots that come with the VM, by their places.
@@ -174,6 +176,7 @@ impl Served {
             keeping: Keeping::default(),
             descriptions: Mutex::default(),
             layered: Mutex::default(),
+            linked: Mutex::default(),
             tidies: Tidies::default(),
             coming: Mutex::default(),
             handed: Mutex::default(),
@@ -518,6 +521,7 @@ impl Served {
         locked.map_err(|error| {
             refused(&named(&self.config, self.what().uid, image.as_fd(), error))
         })?;
+        self.must_not_be_parent(spec, &image)?;
         self.settle_label(spec, &mut image)?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,

@@ -8,6 +8,7 @@
 
 use super::described::not_done;
 use super::layers::{Place, boot, id_of, opening, random_number};
+use super::linked::stays_over;
 use super::moving::{begin_copying_but, open_disk_image};
 use super::parts::{Part, Parts};
 use super::served::Served;
@@ -17,12 +18,12 @@ use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::faults::reached;
 use crate::hypervisor::internal;
-use godwit_blockio::delta::{Delta, Outliving, Words, create_extent};
+use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, SecondImage};
 use godwit_delta::{Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_snapshots::{Elsewhere, Images};
+use godwit_snapshots::{Elsewhere, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
@@ -103,21 +104,24 @@ impl Served {
         let own = disk.lend_image()?;
         let all = self.all();
         let place = all.place(&going.spec);
-        if place.load_of(own.as_fd())?.is_none() {
+        let Some(found) = place.load_of(own.as_fd())? else {
             return Ok(None);
+        };
+        if let Some(common) = found.common() {
+            return Err(stays_over(common.path).into());
         }
         let spec = DiskSpec {
             path: going.place.path.clone(),
             shared: going.place.shared,
             ..going.spec.clone()
         };
-        let there = all.place(&spec);
+        let there = all.place_there(&spec, None);
         there.must_take_snapshots()?;
         let (images, top) = self.freeze_alone(&going.spec)?;
         reached("disk-move.frozen");
         place.must_be_frozen(&images)?;
         let (mark, top_id) = (random_number()?, random_number()?);
-        let numbered = (there.first_number(), &*mark);
+        let numbered = (there.first_number()?, &*mark);
         let elsewhere = images.elsewhere(there.file_name()?, numbered, &top_id)?;
         let ending = going.copying.beside.strip_prefix(&going.copying.path);
         let ending = ending.ok_or("the name of its new image is not known")?;
@@ -181,8 +185,8 @@ impl Served {
         reached("disk-move.parts-made");
         let all = self.all();
         let (here, spec) = (all.place(&going.spec), going.there());
-        let place = all.place(&spec);
-        let bytes_of = |name: &String| here.bytes_of(&tree.images, name);
+        let place = all.place_there(&spec, going.copying.image);
+        let bytes_of = |name: &String| here.bytes_of(&tree.images, name).unwrap_or_default();
         let mut progress = Progress {
             began: Instant::now(),
             told: None,
@@ -215,7 +219,7 @@ impl Served {
         let layout = Layout::of(tree.images.bytes)?;
         let all = self.all();
         let spec = going.there();
-        let place = all.place(&spec);
+        let place = all.place_there(&spec, going.copying.image);
         let mut made = BTreeMap::new();
         for part in &mut going.copying.parts.files {
             let beside = DiskSpec {
@@ -314,7 +318,7 @@ impl Served {
         };
         let _one = lock(&self.descriptions);
         let (all, spec) = (self.all(), going.there());
-        let place = all.place(&spec);
+        let place = all.place_there(&spec, going.copying.image);
         // From here on the image is known to be a part.
         place.begin(&tree.there)?;
         going.copying.parts.give_names()?;
@@ -329,7 +333,7 @@ impl Served {
             return;
         };
         let (all, spec) = (self.all(), going.there());
-        let place = all.place(&spec);
+        let place = all.place_there(&spec, going.copying.image);
         let gone = match has_moved {
             true => &tree.images,
             false => &tree.there,
@@ -345,8 +349,12 @@ impl Served {
         let _one = lock(&self.descriptions);
         let all = self.all();
         let place = all.place(spec);
-        if let Ok(Some(images)) = place.load() {
-            place.describe_missing(&images);
+        match place.load() {
+            Ok(images) => place.describe_missing(&images),
+            Err(why) => {
+                let disk = &spec.name;
+                tracing::info!(disk, why, "its images are not described for qemu-img");
+            }
         }
     }
 }
@@ -354,7 +362,10 @@ impl Served {
 impl Place<'_> {
     /// What lies beside the disk's own image, as it is now.
     pub(super) fn parts_of(&self, images: &Images) -> Result<Parts, String> {
-        let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
+        let deltas = images
+            .images
+            .iter()
+            .filter(|(_, image)| image.kind == Kind::Delta);
         let files = deltas.map(|(name, one)| {
             let path = self.extent(name);
             let image = identity_of(&path);
@@ -375,7 +386,10 @@ impl Place<'_> {
     /// What is to lie there, and has names that end so until it is whole.
     pub(super) fn parts_to_be(&self, elsewhere: &Elsewhere, ending: &str) -> Parts {
         let images = &elsewhere.images;
-        let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
+        let deltas = images
+            .images
+            .iter()
+            .filter(|(_, image)| image.kind == Kind::Delta);
         let files = deltas.map(|(name, one)| {
             let path = self.extent(name).to_string_lossy().into_owned();
             Part {
@@ -401,7 +415,10 @@ impl Place<'_> {
     /// All but the top are complete by their files alone. One of another branch may not be where a process died.
     pub(super) fn must_be_frozen(&self, images: &Images) -> Result<(), String> {
         let chain = images.chain(&images.top);
-        let deltas = images.images.iter().filter(|(_, image)| image.id.is_some());
+        let deltas = images
+            .images
+            .iter()
+            .filter(|(_, image)| image.kind == Kind::Delta);
         for (name, _) in deltas.filter(|(name, _)| **name != images.top) {
             if self.is_frozen(images, name)? {
                 continue;
@@ -462,7 +479,7 @@ impl Place<'_> {
         let id = images.images.get(&images.top);
         if let Some(id) = id.and_then(|top| id_of(top.id.as_deref()?)) {
             // It is gone with the next boot of the host.
-            let _ = std::fs::remove_file(self.map_of(id));
+            let _ = forget_map(&self.map_of(id));
         }
     }
 
