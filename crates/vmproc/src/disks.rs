@@ -30,6 +30,7 @@ mod labelled;
 mod layers;
 mod leaving;
 mod left;
+mod leftovers;
 mod linked;
 mod making;
 mod moving;
