@@ -12,6 +12,7 @@
 //! that is open under this boot of the host without its map.
 
 mod filling;
+mod found;
 mod make;
 mod map;
 mod merge;
@@ -24,15 +25,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use godwit_delta::{
-    Descriptor, GRAIN, Grain, Id, LABEL_AT, Label, Layout, Refused, States, Use, header, table,
-};
+use godwit_delta::{Descriptor, GRAIN, Id, LABEL_AT, Label, Layout, Refused, States, Use, header};
 
 pub(crate) use filling::Filling;
+use found::Found;
+pub use found::{is_empty, is_frozen};
 pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::{Words, forget as forget_map};
 pub use merge::{Merged, Target, merge};
-use tables::{Unfinished, Unread};
+use tables::Unfinished;
 
 use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
 
@@ -329,149 +330,6 @@ impl Delta {
     }
 }
 
-/// An extent that is locked and whose head was read.
-struct Found {
-    image: Image,
-    layout: Layout,
-    label: Label,
-}
-
-impl Found {
-    fn locked(
-        (file, path): (File, &Path),
-        access: Access,
-        opening: Opening<'_>,
-    ) -> Result<Self, Error> {
-        let mut image = Image::of(file, path, access, opening.block_bytes)?;
-        image.lock(opening.name, opening.patience)?;
-        Self::of(image)
-    }
-
-    fn of(image: Image) -> Result<Self, Error> {
-        let path = image.path().to_owned();
-        let mut head = Buffer::zeroed(2 * GRAIN as usize);
-        let read = file_of(image.as_fd()).and_then(|file| file.read_exact_at(head.bytes_mut(), 0));
-        read.map_err(|source| Error::Image {
-            action: "read",
-            path: path.clone(),
-            source,
-        })?;
-        let decoded = header::decode(head.bytes());
-        let (layout, label) = decoded.map_err(|why| unusable(&path, &why.to_string()))?;
-        let found = Self {
-            image,
-            layout,
-            label,
-        };
-        if found.image.bytes() < found.layout.file_bytes() {
-            return Err(found.unusable("it is cut short"));
-        }
-        found.check_directory()?;
-        Ok(found)
-    }
-
-    fn must_be(&self, id: Id) -> Result<(), Error> {
-        match self.label.id == id {
-            true => Ok(()),
-            false => Err(self.unusable("it is another delta than the one that is described")),
-        }
-    }
-
-    fn check_directory(&self) -> Result<(), Error> {
-        let range = self.layout.directory();
-        let mut bytes = Buffer::zeroed((range.end - range.start) as usize);
-        let read = file_of(self.image.as_fd())
-            .and_then(|file| file.read_exact_at(bytes.bytes_mut(), range.start));
-        read.map_err(|source| self.failed(source))?;
-        let checked = table::check_directory(&self.layout, bytes.bytes());
-        checked.map_err(|why| self.unusable(&why.to_string()))
-    }
-
-    fn own_states(&self) -> Result<States<Words>, Error> {
-        let own = Words::own(&self.layout).map_err(|source| self.failed(source))?;
-        let states = self.over(own)?;
-        self.load(&states)?;
-        Ok(states)
-    }
-
-    fn over(&self, words: Words) -> Result<States<Words>, Error> {
-        States::over(words, &self.layout).map_err(|why| self.unusable(&why.to_string()))
-    }
-
-    fn load(&self, states: &States<Words>) -> Result<(), Error> {
-        match tables::load(&self.image, &self.layout, states) {
-            Ok(()) => Ok(()),
-            Err(Unread::System(source)) => Err(self.failed(source)),
-            Err(Unread::Refused(why)) => Err(self.unusable(&why.to_string())),
-        }
-    }
-
-    fn into_top(self, opening: Opening<'_>, outliving: Outliving<'_>) -> Result<Delta, Error> {
-        let whose = (self.label.id, outliving.boot);
-        let of_map = |source| Error::Image {
-            action: "keep the states of",
-            path: self.image.path().to_owned(),
-            source,
-        };
-        let found = match self.label.in_use {
-            Use::Open { boot } if boot == outliving.boot => {
-                let found = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
-                if found.is_none() && !outliving.no_guest_lives {
-                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
-                    return Err(self.unusable(why));
-                }
-                found
-            }
-            Use::Open { .. } | Use::Closed | Use::Frozen => None,
-        };
-        // What storage has lost of what it tells nobody knows; a guest that was told of it goes on with what is read.
-        let goes_back = outliving.no_guest_lives && found.as_ref().is_some_and(Words::are_lost);
-        let states = match found.filter(|_| !goes_back) {
-            Some(kept) => self.over(kept)?,
-            None => {
-                let made = Words::create(outliving.map, &self.layout, whose).map_err(of_map)?;
-                let states = self.over(made)?;
-                self.load(&states)?;
-                if goes_back {
-                    states.doubt();
-                }
-                let placed = states.words().put_in_place(outliving.map);
-                placed.map_err(of_map)?;
-                states
-            }
-        };
-        let map = Some(outliving.map.to_owned());
-        let mut delta = self.into_delta(states, opening.name, map);
-        delta.went_back = goes_back;
-        delta.begin(outliving.boot)
-    }
-
-    fn into_delta(self, states: States<Words>, name: &str, map: Option<PathBuf>) -> Delta {
-        Delta {
-            image: self.image,
-            layout: self.layout,
-            label: self.label,
-            states,
-            name: name.to_owned(),
-            map,
-            went_back: false,
-            begins_as: None,
-        }
-    }
-
-    fn failed(&self, source: io::Error) -> Error {
-        Error::Image {
-            action: "read",
-            path: self.image.path().to_owned(),
-            source,
-        }
-    }
-
-    fn unusable(&self, why: &str) -> Error {
-        unusable(self.image.path(), why)
-    }
-}
-
 impl Stack<Engine> {
     /// Puts deltas above the disk's image, from the lowest to the top, which alone is written. Only while nothing is under way and there are none;
     /// else, and where they are not as long as the image, they come back.
@@ -556,31 +414,6 @@ impl Stack<Engine> {
         let layers = self.bottom.layers()?;
         Some(std::mem::take(&mut layers.0))
     }
-}
-
-/// Whether nothing is written any more to the delta that has this extent, which must be this one.
-pub fn is_frozen((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<bool, Error> {
-    let found = Found::of(Image::of(file, path, Access::ReadOnly, block_bytes)?)?;
-    found.must_be(id)?;
-    Ok(found.label.in_use == Use::Frozen)
-}
-
-/// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
-pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, Error> {
-    let found = Image::of(file, path, Access::ReadWrite, block_bytes).and_then(Found::of);
-    let found = match found {
-        Err(error) if !error.is_of_storage() => return Ok(false),
-        found => found?,
-    };
-    let data = found.layout.data_at()..found.layout.file_bytes();
-    if let Use::Open { .. } = found.label.in_use {
-        let next = tables::next_data(&found.image, data);
-        if next.map_err(|source| found.failed(source))?.is_some() {
-            return Ok(false);
-        }
-    }
-    let states = found.own_states()?;
-    Ok(states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
 }
 
 /// Reads a descriptor and no more of it than one may have.
