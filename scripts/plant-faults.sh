@@ -210,6 +210,7 @@ disk_case() {
 disks() {
     core_model mirror
     core_model tracking
+    core_model redo
     core_model delta
     for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded; do
         disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
