@@ -26,6 +26,7 @@ mod error;
 mod estimate;
 mod filter;
 pub mod filters;
+mod frozen;
 pub mod grow;
 pub mod holder;
 mod image;
@@ -48,6 +49,7 @@ pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;
 pub use filter::{Filter, Flow};
+pub use frozen::{Copied, Frozen};
 pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 

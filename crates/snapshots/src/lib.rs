@@ -106,6 +106,9 @@ pub struct Images {
     /// Images that are part of it no more, and are to be removed; with what each says that it is.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub leaving: BTreeMap<String, Option<String>>,
+    /// The directories of deltas whose files do not lie in that of the disk, by their names: redo logs of a disk that moves.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub elsewhere: BTreeMap<String, String>,
 }
 
 /// An image that is to be made before a description names it: a delta that is empty.
@@ -115,6 +118,8 @@ pub struct Fresh {
     pub name: String,
     /// What it says that it is.
     pub id: String,
+    /// The directory of its files, where that is not the disk's own.
+    pub elsewhere: Option<String>,
 }
 
 /// What a person is told; a sentence's end.
@@ -139,6 +144,7 @@ impl Images {
             next: 1,
             reverting: None,
             leaving: BTreeMap::new(),
+            elsewhere: BTreeMap::new(),
         }
     }
 
@@ -206,6 +212,9 @@ impl Images {
             common: false,
         };
         self.images.insert(fresh.name.clone(), delta);
+        let elsewhere = fresh.elsewhere.iter();
+        let named = elsewhere.map(|directory| (fresh.name.clone(), directory.clone()));
+        self.elsewhere.extend(named);
         self.top.clone_from(&fresh.name);
         self.next = self.next.saturating_add(1);
     }
@@ -274,6 +283,7 @@ impl Images {
     pub fn without(&self, removed: &[String]) -> Self {
         let mut now = self.clone();
         now.leaving.retain(|name, _| !removed.contains(name));
+        now.elsewhere.retain(|name, _| !removed.contains(name));
         now
     }
 

@@ -136,7 +136,7 @@ impl std::ops::Add for WaitTimes {
 }
 
 /// How many regions are copied at once beside a guest that has so many requests under way.
-pub(super) fn copies_beside(load: f64) -> usize {
+pub(crate) fn copies_beside(load: f64) -> usize {
     match load < IDLE {
         true => COPIES,
         false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),

@@ -76,6 +76,7 @@ fn image_and_place(directory: &Path) -> (PathBuf, DiskPlace) {
         max_bandwidth_mbit_per_s: None,
         method: Method::default(),
         without: Vec::new(),
+        first_log: godwit_types::disk_move::FirstLog::default(),
     };
     (before, place)
 }
@@ -323,6 +324,7 @@ fn disks_move_one_after_the_other_and_none_after_one_that_stays() {
             max_bandwidth_mbit_per_s: None,
             method: Method::default(),
             without: Vec::new(),
+            first_log: godwit_types::disk_move::FirstLog::default(),
         });
     }
     let mut spec = described(&site, specs.clone());

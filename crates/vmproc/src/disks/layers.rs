@@ -117,23 +117,44 @@ impl Place<'_> {
         }
     }
 
-    fn sibling(&self, name: &str) -> PathBuf {
-        self.path().with_file_name(name)
+    /// A file of this image of the disk.
+    fn file_of(&self, images: &Images, name: &str, file: &str) -> PathBuf {
+        match images.elsewhere.get(name) {
+            Some(directory) => Path::new(directory).join(file),
+            None => self.path().with_file_name(file),
+        }
     }
 
-    fn descriptor(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}.vmdk"))
+    fn descriptor(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &descriptor_name(name))
     }
 
-    fn extent(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}-sesparse.vmdk"))
+    fn extent(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &extent_name(name))
     }
 
-    /// Makes an empty delta, which is to lie over the top, durably.
+    /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
+    pub fn files(&self, images: &Images) -> Vec<PathBuf> {
+        let described = images.images.iter().map(|(name, image)| (name, &image.id));
+        let deltas = described
+            .chain(&images.leaving)
+            .filter_map(|(name, id)| Some((name, id.as_deref()?)));
+        let mut files = Vec::new();
+        for (name, id) in deltas {
+            files.extend([self.descriptor(images, name), self.extent(images, name)]);
+            files.extend(id_of(id).map(|id| self.map_of(id)));
+        }
+        let own = self.path().file_name().and_then(|name| name.to_str());
+        files.extend(own.map(|own| self.path().with_file_name(descriptor_name(own))));
+        files.push(description_of(self.path()));
+        files
+    }
+
+    /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
         let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(&fresh.name);
+        let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
+        let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
             let new = NewDelta {
                 descriptor: &descriptor,
@@ -145,16 +166,24 @@ impl Place<'_> {
         })
     }
 
-    /// As others who read the chain know the image below.
-    fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
+    /// As others who read the chain know the image below one that lies in this directory.
+    fn parent_of(
+        &self,
+        images: &Images,
+        name: &str,
+        from: Option<&String>,
+    ) -> Result<Parent, String> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
-        let hint = format!("{name}.vmdk");
+        let hint = match images.elsewhere.get(name) == from {
+            true => descriptor_name(name),
+            false => self.descriptor(images, name).to_string_lossy().into_owned(),
+        };
         if let Some(id) = id {
             let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
             return Ok(Parent { cid, hint });
         }
-        let (descriptor, told) = (self.descriptor(name), (images.bytes, OWN_IMAGE));
+        let (descriptor, told) = (self.descriptor(images, name), (images.bytes, OWN_IMAGE));
         self.as_opener(|| match descriptor.symlink_metadata() {
             Ok(_) => Ok(()),
             Err(_) => describe_base(&descriptor, name, told)
@@ -217,7 +246,8 @@ impl Place<'_> {
     ) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, true)?;
         let lock = lock_name(self.config, self.spec);
-        let opened = Delta::parent_of((file, &self.extent(name)), id, opening(&lock, patience));
+        let path = self.extent(images, name);
+        let opened = Delta::parent_of((file, &path), id, opening(&lock, patience));
         let opened = opened.map_err(|error| error.to_string())?;
         if let Some(delta) = opened {
             return Ok(delta);
@@ -242,7 +272,7 @@ impl Place<'_> {
             boot: boot()?,
             no_guest_lives,
         };
-        let path = self.extent(name);
+        let path = self.extent(images, name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
         opened.map_err(|error| error.to_string())
     }
@@ -250,7 +280,7 @@ impl Place<'_> {
     /// Without a lock: the one on the disk's own image is for all that lie over it.
     pub fn open_unlocked(&self, images: &Images, name: &str) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, false)?;
-        let opened = Delta::unlocked((file, &self.extent(name)), id, BLOCK);
+        let opened = Delta::unlocked((file, &self.extent(images, name)), id, BLOCK);
         opened.map_err(|error| error.to_string())
     }
 
@@ -259,8 +289,8 @@ impl Place<'_> {
         let image = images.images.get(name);
         let over = image.and_then(|image| image.over.as_deref());
         let over = over.ok_or_else(|| format!("{name} lies over nothing"))?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(name);
+        let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
+        let descriptor = self.descriptor(images, name);
         self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
     }
 
@@ -273,7 +303,7 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| id_of(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
-        Ok((self.open_beside(name, read_only)?, id))
+        Ok((self.open_file_of(images, name, read_only)?, id))
     }
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
@@ -289,8 +319,8 @@ impl Place<'_> {
             .get(name)
             .is_some_and(|image| image.id.is_some());
         let path = match is_delta {
-            true => self.extent(name),
-            false => self.sibling(name),
+            true => self.extent(images, name),
+            false => self.file_of(images, name, name),
         };
         path.symlink_metadata()
             .map_or(0, |found| found.blocks().saturating_mul(512))
@@ -298,20 +328,20 @@ impl Place<'_> {
 
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
     /// nothing more to be done.
-    pub fn remove(&self, name: &str, id: Option<&str>) -> bool {
+    pub fn remove(&self, images: &Images, name: &str, id: Option<&str>) -> bool {
         let id = id.and_then(id_of);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
             let _ = std::fs::remove_file(self.map_of(id));
         }
-        if self.extent(name).symlink_metadata().is_ok() && !self.is_to_go(name, id) {
+        let (descriptor, extent) = (self.descriptor(images, name), self.extent(images, name));
+        if extent.symlink_metadata().is_ok() && !self.is_to_go(images, name, id) {
             tracing::warn!(
                 name,
                 "a file has the name of an image that is not needed, and is another one: it stays"
             );
             return true;
         }
-        let (descriptor, extent) = (self.descriptor(name), self.extent(name));
         // The descriptor makes it one.
         let gone = self.as_common(|| {
             let gone = images::remove(&descriptor) && images::remove(&extent);
@@ -321,9 +351,9 @@ impl Place<'_> {
         gone.is_ok()
     }
 
-    fn is_to_go(&self, name: &str, id: Option<Id>) -> bool {
-        let path = self.extent(name);
-        let Ok(file) = self.open_beside(name, false) else {
+    fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> bool {
+        let path = self.extent(images, name);
+        let Ok(file) = self.open_file_of(images, name, false) else {
             return false;
         };
         match id {
@@ -335,7 +365,7 @@ impl Place<'_> {
     /// Removes what is part of the disk no more, and has the description forget it.
     pub fn remove_what_leaves(&self, images: &Images) -> Result<(), String> {
         let leaving = images.leaving.iter();
-        let gone = leaving.filter(|(name, id)| self.remove(name, id.as_deref()));
+        let gone = leaving.filter(|(name, id)| self.remove(images, name, id.as_deref()));
         let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
         match gone.is_empty() {
             true => Ok(()),
@@ -346,8 +376,8 @@ impl Place<'_> {
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
         for (name, _) in self.unnamed(images) {
-            if self.is_to_go(&name, None) {
-                self.remove(&name, None);
+            if self.is_to_go(images, &name, None) {
+                self.remove(images, &name, None);
             }
         }
     }
@@ -356,8 +386,8 @@ impl Place<'_> {
     /// a later description.
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
         let mut later = self.unnamed(images).into_iter();
-        let later =
-            later.find(|(name, number)| *number >= images.next && !self.is_to_go(name, None));
+        let later = later
+            .find(|(name, number)| *number >= images.next && !self.is_to_go(images, name, None));
         match later {
             None => Ok(()),
             Some((name, _)) => Err(format!(
@@ -390,7 +420,7 @@ impl Place<'_> {
         let own = self.file_name()?;
         let is_free = |number: &u64| {
             let name = Images::name_of(own, *number);
-            let files = [self.descriptor(&name), self.extent(&name)];
+            let files = [self.descriptor(images, &name), self.extent(images, &name)];
             files.iter().all(|file| file.symlink_metadata().is_err())
         };
         let mut numbers = (images.next..).take(NUMBERS_MAX);
@@ -402,9 +432,10 @@ impl Place<'_> {
         })
     }
 
-    fn open_beside(&self, name: &str, read_only: bool) -> Result<File, String> {
+    fn open_file_of(&self, images: &Images, name: &str, read_only: bool) -> Result<File, String> {
+        let path = self.extent(images, name);
         let spec = DiskSpec {
-            path: self.extent(name).to_string_lossy().into_owned(),
+            path: path.to_string_lossy().into_owned(),
             read_only,
             ..self.spec.clone()
         };
@@ -449,6 +480,16 @@ impl Served {
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
     }
+}
+
+/// The file that says of what a delta of this name consists,
+pub(super) fn descriptor_name(name: &str) -> String {
+    format!("{name}.vmdk")
+}
+
+/// and the one that holds it.
+pub(super) fn extent_name(name: &str) -> String {
+    format!("{name}-sesparse.vmdk")
 }
 
 fn opening(name: &str, patience: Duration) -> Opening<'_> {
