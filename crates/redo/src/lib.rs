@@ -35,8 +35,8 @@ pub const LAST_LOG_MAX_S: f64 = 3.0;
 pub const SHORT_S: f64 = 0.2;
 /// Most logs of one disk: they lie over one another until its end, and each is looked into for what is read.
 pub const LOGS_MAX: u32 = 24;
-/// A log that holds no more than so many bytes is small before anything was consolidated, and nobody knows how fast that goes.
-const SMALL: u64 = 4 << 20;
+/// Bytes in a second that are counted on before anything was consolidated, and nobody knows how fast that goes: storage that is slower is rare.
+const UNKNOWN: f64 = 20.0 * 1_048_576.0;
 /// A consolidation has brought both sides nearer where the log that grew meanwhile holds no more than this part of what it took.
 const NEARER: f64 = 0.75;
 /// A guest that is slowed is to leave logs of this part of the one before: with that the largest disk comes to its end within [`LOGS_MAX`].
@@ -48,7 +48,7 @@ const STUCK: u32 = 2;
 /// Nothing is faster than can be measured, s.
 const SHORTEST_S: f64 = 0.001;
 
-/// What a copying or a consolidation came to.
+/// What a copying or a consolidation came to: `bytes` are those that the log took, as they are counted of the one that grows.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Work {
     pub bytes: u64,
@@ -163,16 +163,12 @@ impl Redo {
 
     /// For how long the guest would wait, s, for a last log of so many bytes: at the speed of the last consolidation.
     pub fn wait_s(&self, bytes: u64) -> f64 {
-        match (bytes, self.speed) {
-            (0, _) => 0.0,
-            (_, None) => f64::INFINITY,
-            (bytes, Some(speed)) => bytes as f64 / speed,
-        }
+        bytes as f64 / self.speed.unwrap_or(UNKNOWN)
     }
 
     /// The log for which the guest would be held at once, bytes: the threshold of the paper, as it is now.
     pub fn threshold(&self) -> u64 {
-        self.speed.map_or(SMALL, |speed| (speed * SHORT_S) as u64)
+        (self.speed.unwrap_or(UNKNOWN) * SHORT_S) as u64
     }
 
     /// For how long the guest may be held for its last log now, s: whoever holds it lets it go then.
@@ -208,7 +204,7 @@ impl Redo {
     pub fn ended(&mut self, work: Work, top_bytes: u64) {
         self.slows_to = None;
         match self.step {
-            Step::CopyBase => match top_bytes <= SMALL {
+            Step::CopyBase => match self.wait_s(top_bytes) <= SHORT_S {
                 true => self.hold(),
                 false => self.another_log(),
             },
@@ -317,8 +313,13 @@ mod tests {
 
     #[test]
     fn a_small_log_beside_the_copying_needs_no_other() {
-        assert_eq!(copied(4).step(), Step::Hold);
+        assert_eq!(copied(3).step(), Step::Hold);
         assert_eq!(copied(5).step(), Step::Make(2));
+        // Whoever was held in vain goes on, also where nothing was written.
+        let mut redo = copied(1);
+        redo.let_go(0.1);
+        consolidates(&mut redo, (0, 0.0), 1);
+        assert_eq!((redo.step(), redo.logs()), (Step::Hold, 2));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod by_logs;
 mod came;
 mod claim;
 mod cleaning;
@@ -30,6 +31,7 @@ mod moving;
 mod note;
 mod quiescing;
 mod record;
+mod redo;
 mod resize;
 mod room;
 mod served;
@@ -132,6 +134,7 @@ impl Disks {
             along: before.along,
             unread: before.unread,
             copying: before.copying,
+            logs: before.logs,
             left: before.left,
             known: before.known,
             labelled: before.labelled,
@@ -425,6 +428,7 @@ impl ServedDisks {
             along: Vec::new(),
             unread: Vec::new(),
             copying: None,
+            logs: Vec::new(),
             left: Vec::new(),
             known: Vec::new(),
             labelled: Vec::new(),

@@ -369,6 +369,7 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
         known: None,
         part: None,
         followed: true,
+        layers: Vec::new(),
     }];
     let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
     let next = format!("{}.new", site.paths.disks().display());

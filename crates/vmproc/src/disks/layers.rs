@@ -351,6 +351,12 @@ impl Place<'_> {
         gone.is_ok()
     }
 
+    /// Whether an image that is not described holds nothing, or is not there.
+    pub fn is_unused(&self, images: &Images, name: &str) -> bool {
+        let extent = self.extent(images, name);
+        extent.symlink_metadata().is_err() || self.is_to_go(images, name, None)
+    }
+
     fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> bool {
         let path = self.extent(images, name);
         let Ok(file) = self.open_file_of(images, name, false) else {

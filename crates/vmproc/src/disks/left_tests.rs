@@ -71,6 +71,7 @@ impl Dead {
             known: None,
             part: None,
             followed: false,
+            layers: Vec::new(),
         }
     }
 
@@ -253,6 +254,7 @@ fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_note
         what.left = vec![Left {
             part: None,
             followed: true,
+            layers: Vec::new(),
             ..dead.left("old")
         }];
         what.disks[0].path = dead.path("new");
@@ -344,6 +346,7 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
             image: elsewhere,
             part: None,
             followed: true,
+            layers: Vec::new(),
             ..dead.left("former")
         }];
     });

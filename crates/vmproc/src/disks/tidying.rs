@@ -30,6 +30,8 @@ const FREEZES_MAX: u32 = 8;
 const LAST_BYTES_MAX: u64 = 64 << 20;
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
+/// Why nothing of a disk is given up that does not go on.
+const NOT_NOW: &str = "its guest has ended, or it is being moved";
 /// When what did not come to its end is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 
@@ -135,9 +137,11 @@ impl Served {
         left.join("; ")
     }
 
+    /// A disk that moves by redo logs needs them as they are.
     fn goes_on(&self, one: &One<'_>) -> bool {
         let has_ended = self.has_ended.load(Ordering::SeqCst) || one.disk.has_ended();
-        !has_ended && self.held().is_some()
+        let moves = lock(&self.by_logs).contains_key(&one.place.spec.name);
+        !has_ended && !moves && self.held().is_some()
     }
 
     fn tidy(&self, index: usize, spec: &DiskSpec, freezes: &mut u32) -> Result<Looked, String> {
@@ -150,7 +154,7 @@ impl Served {
             own: own.as_fd(),
         };
         if !self.goes_on(&one) {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(Looked::Later(NOT_NOW));
         }
         let place = one.place.get();
         let Some(images) = place.load_of(one.own)? else {
@@ -202,7 +206,7 @@ impl Served {
     ) -> Result<Looked, String> {
         match self.merge(one, images, pair)? {
             true => self.commit(one, tidying),
-            false => Ok(Looked::Later("its guest has ended")),
+            false => Ok(Looked::Later(NOT_NOW)),
         }
     }
 
@@ -275,7 +279,7 @@ impl Served {
         let standing = self.hold_still(one)?;
         standing.settle().map_err(|error| error.to_string())?;
         if !self.merge(one, &images, (&images.top, image, false))? {
-            return Ok(Looked::Later("its guest has ended"));
+            return Ok(Looked::Later(NOT_NOW));
         }
         if !place.is_own(image)? {
             let mut below = place.open_unlocked(&images, image)?;

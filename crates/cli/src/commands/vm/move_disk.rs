@@ -358,17 +358,6 @@ mod tests {
                 "  iteration 2: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB to be copied again"
             ]
         );
-        disk.redo_logs = Some(RedoLogs {
-            logs: 3,
-            space_max_bytes: 3 << 30,
-            spanned_s: 12.0,
-            frozen_ms: 4.26,
-            slowed_to: Some(0.25),
-        });
-        assert_eq!(
-            details(&disk).nth(1).unwrap(),
-            "  3 redo logs, with the new image 3.0 GiB at the most; it was at both places for 12.0 s; its guest waited 4.3 ms while they were put over; its guest was slowed to 25 %"
-        );
         (disk.state, disk.why) = (DiskMoveState::Failed, Some("no room".into()));
         assert_eq!(
             sentence(&vm, &disk),
@@ -376,5 +365,37 @@ mod tests {
         );
         disk.state = DiskMoveState::Cancelled;
         assert!(sentence(&vm, &disk).contains("is /old still: it was called off"));
+    }
+
+    #[test]
+    fn of_redo_logs_it_is_told_what_they_took() {
+        let logs = RedoLogs {
+            logs: 3,
+            space_max_bytes: 3 << 30,
+            spanned_s: 12.0,
+            frozen_ms: 4.26,
+            slowed_to: Some(0.25),
+        };
+        let mut disk = DiskMove {
+            redo_logs: Some(logs),
+            ..DiskMove::planned("root", "/old", "/new")
+        };
+        let told: Vec<String> = details(&disk).collect();
+        assert_eq!(
+            told,
+            [
+                "  3 redo logs, with the new image 3.0 GiB at the most; it was at both places for 12.0 s; its guest waited 4.3 ms while they were put over; its guest was slowed to 25 %"
+            ]
+        );
+        disk.redo_logs = Some(RedoLogs {
+            logs: 1,
+            slowed_to: None,
+            ..logs
+        });
+        let told = details(&disk).next().unwrap();
+        assert!(
+            told.contains("1 redo log, ") && !told.contains("slowed"),
+            "{told}"
+        );
     }
 }
