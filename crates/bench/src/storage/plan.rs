@@ -80,6 +80,8 @@ pub enum Way {
         incremental: bool,
         avoids_hot_blocks: bool,
     },
+    /// Redo logs.
+    Snapshot,
 }
 
 impl Way {
@@ -102,6 +104,7 @@ impl Way {
     pub fn name(self) -> &'static str {
         match self {
             Self::Mirror => "mirror",
+            Self::Snapshot => "snapshot",
             Self::Tracking {
                 incremental: false, ..
             } => "dirty-tracking plain",
@@ -123,6 +126,7 @@ impl Way {
                 avoids_hot_blocks: false,
                 ..
             } => &["--no-hot-blocks"],
+            Self::Snapshot => &["--may-slow"],
             _ => &[],
         }
     }
@@ -132,6 +136,7 @@ impl Way {
         match self {
             Self::Mirror => "move",
             Self::Tracking { .. } => "move-by-dirty-tracking",
+            Self::Snapshot => "move-by-snapshot",
         }
     }
 }
@@ -305,6 +310,7 @@ const MIRROR: System = System::Godwit(Way::Mirror);
 const TRACKING: System = System::Godwit(Way::TRACKING);
 const INCREMENTAL: System = System::Godwit(Way::INCREMENTAL);
 const PLAIN: System = System::Godwit(Way::PLAIN);
+const SNAPSHOT: System = System::Godwit(Way::Snapshot);
 const BACKGROUND: System = System::Daemon(CopyMode::Background);
 const FINE: System = System::Daemon(CopyMode::FineBackground);
 const BLOCKING: System = System::Daemon(CopyMode::WriteBlocking);
@@ -342,7 +348,7 @@ fn whole() -> Vec<Cell> {
         if outstanding >= 8 {
             cell.systems.push(FINE);
         }
-        cell.systems.extend([TRACKING, PLAIN]);
+        cell.systems.extend([TRACKING, PLAIN, SNAPSHOT]);
         if outstanding == 16 {
             cell.systems.push(System::Qemu(CopyMode::Background));
             cell.systems.push(System::Qemu(CopyMode::WriteBlocking));
@@ -353,7 +359,7 @@ fn whole() -> Vec<Cell> {
     }
     for disk_mib in [256, 1024, 2048] {
         let mut cell = moving("size", format!("disk={disk_mib} MiB"), 8);
-        cell.systems.push(TRACKING);
+        cell.systems.extend([TRACKING, SNAPSHOT]);
         cells.push(Cell {
             disk_mib,
             runs: 2,
@@ -410,8 +416,8 @@ fn of_the_methods() -> Vec<Cell> {
         // No more than a rate asks for is under way but where the disk is slower.
         ..moving(scenario, name.into(), 32)
     };
-    let iterative = [TRACKING, INCREMENTAL, PLAIN];
-    let all = [MIRROR, TRACKING, PLAIN];
+    let iterative = [TRACKING, INCREMENTAL, PLAIN, SNAPSHOT];
+    let all = [MIRROR, TRACKING, PLAIN, SNAPSHOT];
     vec![
         cell("iterations", "with locality", MAIL, &iterative),
         cell("iterations", "without locality", EVEN, &iterative),
@@ -419,7 +425,7 @@ fn of_the_methods() -> Vec<Cell> {
         cell("rate", "4,000 a second", DOUBLE, &all),
         Cell {
             runs: 1,
-            ..cell("timeline", "oio=16", OLTP, &[MIRROR, TRACKING])
+            ..cell("timeline", "oio=16", OLTP, &[MIRROR, TRACKING, SNAPSHOT])
         },
     ]
 }
@@ -439,8 +445,9 @@ fn quick() -> Vec<Cell> {
     for cell in &mut cells {
         if cell.scenario == "oio" {
             // Those of the laboratory have a cell of their own.
-            cell.systems
-                .retain(|system| !matches!(system, System::Godwit(Way::Tracking { .. })));
+            cell.systems.retain(|system| {
+                !matches!(system, System::Godwit(Way::Tracking { .. } | Way::Snapshot))
+            });
         }
         (cell.runs, cell.disk_mib) = match cell.scenario {
             "slow-destination" => (1, 64),
