@@ -27,7 +27,7 @@ const REST: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub struct Frozen<'a> {
     pub from: BorrowedFd<'a>,
-    /// For people.
+    /// By which people know the first one.
     pub path: &'a Path,
     pub into: &'a Arriving,
     /// What is to be copied, in order: all else is zero in both.

@@ -234,7 +234,7 @@ pub struct DiskMove {
     /// Those of `dirty-tracking` that have ended, as many as are kept; of `snapshot` the copying, and each consolidation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub iterations: Vec<DiskIteration>,
-    /// Of `snapshot` alone.
+    /// What the logs of `snapshot` took; nothing of other methods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub redo_logs: Option<RedoLogs>,
 }

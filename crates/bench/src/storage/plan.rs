@@ -80,7 +80,7 @@ pub enum Way {
         incremental: bool,
         avoids_hot_blocks: bool,
     },
-    /// Redo logs.
+    /// What is written meanwhile goes to redo logs, which are consolidated one after the other.
     Snapshot,
 }
 

@@ -215,6 +215,10 @@ impl Place<'_> {
         let Ok(own) = self.file_name() else {
             return false;
         };
+        // Its file system may come back.
+        if !Path::new(&log.directory).is_dir() {
+            return false;
+        }
         let mut images = Images::of_one(own, 0, "");
         let (name, directory) = (log.name.clone(), log.directory.clone());
         images.elsewhere.insert(name, directory);
