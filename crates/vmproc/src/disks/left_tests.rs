@@ -233,7 +233,10 @@ fn what_lay_over_a_former_image_goes_with_it_and_never_for_another_in_its_place(
             false => &["new", "old", "old.images"],
         };
         assert_eq!(dead.settled().0, stays);
-        assert!(!log.exists(), "in another directory nothing else has its name");
+        assert!(
+            !log.exists(),
+            "in another directory nothing else has its name"
+        );
     }
 }
 

@@ -292,7 +292,11 @@ impl Served {
     }
 
     /// As it was before, for this disk.
-    pub(super) fn write_back(&self, going: &Going<'_>, (before, known): &Before) -> Result<(), ApiError> {
+    pub(super) fn write_back(
+        &self,
+        going: &Going<'_>,
+        (before, known): &Before,
+    ) -> Result<(), ApiError> {
         let index = going.index;
         let as_before = |what: &mut ServedDisks| {
             what.copying.clone_from(&before.copying);
