@@ -24,13 +24,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// A log in another directory than its disk's: written down before it is made.
+/// A log that is about to be made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RedoLog {
     pub disk: String,
+    /// Where it lies, if not beside its disk's own image,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub directory: String,
-    /// That of an image in the disk's description.
+    /// and its name in the disk's description then.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
 }
 
@@ -137,20 +140,18 @@ impl Served {
         };
         let logs = lock(&self.by_logs).clone();
         let at = |spec: &DiskSpec| logs.get(&spec.name)?.place_of(number);
-        let made = all.specs.iter().filter_map(|spec| {
-            let (directory, name) = at(spec)?;
-            Some(RedoLog {
+        let made = all.specs.iter().map(|spec| {
+            let (directory, name) = at(spec).unwrap_or_default();
+            RedoLog {
                 disk: spec.name.clone(),
                 directory,
                 name,
-            })
+            }
         });
         let made: Vec<RedoLog> = made.collect();
-        if !made.is_empty() {
-            // What a process that dies makes of them is removed by the next.
-            self.change(|what| what.logs.extend(made))
-                .map_err(|error| error.message)?;
-        }
+        // What a process that dies makes of them is removed by the next.
+        self.change(|what| what.logs.extend(made))
+            .map_err(|error| error.message)?;
         let changed = all.prepare_at(Images::freeze, |_| None, at);
         let changed = changed.map_err(|error| error.message)?;
         reached("redo.made");
@@ -183,15 +184,8 @@ impl Served {
             let spec = specs.find(|spec| spec.name == log.disk);
             spec.is_some_and(|spec| {
                 let place = all.place(spec);
-                match place.load() {
-                    Ok(images) => {
-                        let is_named = images.is_some_and(|images| {
-                            images.elsewhere.get(&log.name) == Some(&log.directory)
-                        });
-                        is_named || !place.remove_log(log)
-                    }
-                    Err(_) => true,
-                }
+                let described = place.load();
+                described.map_or(true, |images| place.keeps_log(log, images.as_ref()))
             })
         };
         let logs: Vec<RedoLog> = what
@@ -210,6 +204,19 @@ impl Served {
 }
 
 impl Place<'_> {
+    /// Removes a log that is not described. Returns whether it is, or stays for now.
+    fn keeps_log(&self, log: &RedoLog, described: Option<&Images>) -> bool {
+        if !log.name.is_empty() {
+            let lies_at = described.and_then(|images| images.elsewhere.get(&log.name));
+            return lies_at == Some(&log.directory) || !self.remove_log(log);
+        }
+        if let Ok(own) = self.file_name() {
+            let none = Images::of_one(own, 0, "");
+            self.remove_unnamed(described.unwrap_or(&none));
+        }
+        false
+    }
+
     /// Removes a log that no description names: one that holds nothing, or a part of one. Returns whether nothing of it is left.
     fn remove_log(&self, log: &RedoLog) -> bool {
         let Ok(own) = self.file_name() else {

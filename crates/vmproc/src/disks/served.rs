@@ -78,7 +78,7 @@ pub(crate) struct ServedDisks {
     /// An image of this host that one of them is copied to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) copying: Option<Copying>,
-    /// Redo logs in other directories than their disks', which no description may name.
+    /// Redo logs that were made, which no description may name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) logs: Vec<RedoLog>,
     /// Images that were left for others of this host.
