@@ -48,7 +48,7 @@ bench: ## Measure moves of memory against QEMU's own migration, the whole set (a
 bench-quick: ## A small part of it, under 8 minutes
 	@scripts/bench.sh --quick
 
-bench-storage: ## Measure moves of disks against QEMU's block mirror (25 minutes); ARGS=--quick for 6
+bench-storage: ## Measure moves of disks against QEMU's block mirror (more than an hour); ARGS=--quick for 6 minutes, --paper for 25
 	@scripts/bench.sh storage $(ARGS)
 
 stock-vm: deps ## Two emulated machines with Debian and KVM: a Linux guest moves between their kernels (30 minutes)

@@ -51,6 +51,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 
+mod cloning;
 mod console;
 mod moving;
 mod shown;

@@ -16,6 +16,7 @@ use axum::{Extension, Json, Router};
 use futures_util::stream::{Stream, StreamExt as _};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
+use godwit_types::clones::{CloneDisks, Cloning};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::disk_activity::LimitDisk;
@@ -73,6 +74,10 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::SNAPSHOTS, get(snapshots).post(take_snapshot))
         .route(path::REVERT_SNAPSHOT, post(revert_snapshot))
         .route(path::DELETE_SNAPSHOT, post(delete_snapshot))
+        .route(
+            path::CLONE,
+            get(cloning).post(clone_disks).delete(cancel_clone),
+        )
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -271,6 +276,11 @@ handlers! {
         = agent.act(&name, VmRequest::RevertSnapshot(wish)).await;
     delete_snapshot(agent, path name: VmName, body wish: SnapshotRequest) -> Done
         = agent.act(&name, VmRequest::DeleteSnapshot(wish)).await;
+    cloning(agent, path name: VmName) -> Cloning = agent.cloning(&name).await;
+    clone_disks(agent, path name: VmName, body wish: CloneDisks) -> Cloning
+        = agent.clone_disks(&name, wish).await;
+    cancel_clone(agent, path name: VmName) -> Done
+        = agent.act(&name, VmRequest::CancelClone).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

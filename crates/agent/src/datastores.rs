@@ -10,6 +10,7 @@ use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_qemu::holding::device_must_be_nobodys;
+use godwit_qemu::layered::use_of_all;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,
@@ -65,7 +66,9 @@ impl Here<'_> {
         let end = self.record.end_of(self.stores, &disk.path);
         // A device may be named by a link to it.
         let path = Path::new(&disk.path).canonicalize()?;
-        length_and_use(&open_to_look(&path)?, end)
+        let (bytes, used) = length_and_use(&open_to_look(&path)?, end)?;
+        let of_all = use_of_all(Path::new(&disk.path));
+        Ok((bytes, of_all.map_or(used, |all| all.min(bytes))))
     }
 }
 
@@ -114,7 +117,8 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
                 }),
         };
         let used = here.used_bytes(disk);
-        let is_copied = !shares_blocks || !is_beside(disk, store);
+        let is_linked = use_of_all(Path::new(&disk.path)).is_some();
+        let is_copied = !shares_blocks || is_linked || !is_beside(disk, store);
         needed = needed.saturating_add(if is_copied { used } else { 0 });
         let refusal = free.map_err(|message| refused(ErrorCode::Preflight, message));
         refusals.extend(refusal.err());

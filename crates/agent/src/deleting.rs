@@ -7,6 +7,7 @@ use crate::disk_record::DiskRecord;
 use crate::records::{Records, stored};
 use godwit_ownership::HostRecord;
 use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::clones::CLONED_VARIABLES_FILE;
 use godwit_types::host_api::{
     DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IMAGES_FILE, SPEC_FILE, WENT_ON_FILE,
 };
@@ -58,6 +59,7 @@ impl Records {
             WENT_ON_FILE,
             DISKS_FILE,
             IMAGES_FILE,
+            CLONED_VARIABLES_FILE,
             SPEC_FILE,
             DELETING_FILE,
         ] {

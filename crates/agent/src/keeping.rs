@@ -152,15 +152,15 @@ impl Agent {
             );
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
-        // It may end before its answer is out; what counts is that it ends.
-        let _ = vm
-            .ask(
-                &VmRequest::Detach {
-                    unless_moving: false,
-                },
-                ACT,
-            )
-            .await;
+        let detach = VmRequest::Detach {
+            unless_moving: false,
+        };
+        match vm.ask(&detach, ACT).await {
+            // It does something with the VM's disks.
+            Err(refused) if refused.code == ErrorCode::WrongState => return Err(refused),
+            // It may end before its answer is out; what counts is that it ends.
+            _ => {}
+        }
         if vm.ended(TOOLS).await {
             return Ok(held);
         }

@@ -8,8 +8,10 @@ use godwit_qemu::make_disk::{Maker, Progress};
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::user::User;
 use godwit_types::control_api::{DiskMaking, DisksMaking};
+use godwit_types::datastore::Datastores;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -98,6 +100,8 @@ struct Setting {
     host: HostName,
     user: User,
     reserved: Reserved,
+    /// Directories of its datastores.
+    stores: Vec<PathBuf>,
 }
 
 impl Makings {
@@ -170,6 +174,7 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
         vm,
         user: setting.user,
         reserved: &setting.reserved,
+        stores: &setting.stores,
     };
     for disk in job.spec.disks_to_make() {
         let progress = Arc::<Progress>::default();
@@ -190,6 +195,11 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
     Ok(())
 }
 
+fn directories(stores: &Datastores) -> Vec<PathBuf> {
+    let dirs = stores.values().filter(|store| !store.is_device());
+    dirs.map(|store| PathBuf::from(&store.path)).collect()
+}
+
 impl Agent {
     /// Makes the disks of a VM that is to start here: none is being made once all are there.
     pub(crate) async fn make_disks(&self, name: &VmName, spec: VmSpec) -> Reply<DisksMaking> {
@@ -206,6 +216,7 @@ impl Agent {
                 gid: self.user.gid,
             },
             reserved: self.config.reserved(),
+            stores: directories(&self.config.datastores),
         };
         self.makings.end_former(&spec).await;
         let job = self.makings.go_on(&spec, setting)?;

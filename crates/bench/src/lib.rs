@@ -12,6 +12,7 @@ pub mod bench;
 pub mod cancelled;
 pub mod client;
 pub mod courses;
+pub mod deltas;
 pub mod estimate;
 pub mod godwit;
 pub mod group;

@@ -40,3 +40,10 @@ pub enum Error {
         source: io::Error,
     },
 }
+
+impl Error {
+    /// Whether it says nothing of what the image is, which may be heard another time.
+    pub fn is_of_storage(&self) -> bool {
+        !matches!(self, Self::Unusable { .. })
+    }
+}

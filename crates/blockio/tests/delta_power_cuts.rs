@@ -3,8 +3,9 @@
 
 mod common;
 
+use common::deltas::open_top;
 use common::{numbers, request_of, write_of};
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, describe_base};
+use godwit_blockio::delta::{NewDelta, Opening, Outliving, create, describe_base};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Waits, Work};
 use godwit_delta::{GRAIN, Id, Layout};
 use godwit_testkit::testvol::{self, Survives, Volume};
@@ -65,7 +66,7 @@ impl<'a> Case<'a> {
             boot: Id([self.boot; 16]),
             no_guest_lives: false,
         };
-        let top = Delta::open_top(&self.at.join("top.vmdk"), opening, outliving).unwrap();
+        let top = open_top(&self.at.join("top.vmdk"), opening, outliving).unwrap();
         let mut stack = Stack::new(Vec::new(), Engine::new(base).unwrap());
         stack.put_deltas(vec![top]).unwrap();
         stack

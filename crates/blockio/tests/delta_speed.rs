@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::deltas::open_top;
 use common::{numbers, request_of, write_of};
 use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, describe_base};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Work};
@@ -87,7 +88,7 @@ fn delta(directory: &Path, number: u8) -> Delta {
         boot: Id([1; 16]),
         no_guest_lives: false,
     };
-    let delta = Delta::open_top(&descriptor, opening, outliving).unwrap();
+    let delta = open_top(&descriptor, opening, outliving).unwrap();
     // It is mapped, and nobody comes after it.
     std::fs::remove_file(map).unwrap();
     delta

@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::deltas::{open_parent, open_top, open_unlocked};
 use common::{guest, numbers, request, run};
 use godwit_blockio::delta::{
     Delta, Merged, NewDelta, Opening, Outliving, Target, create, describe_base, merge,
@@ -14,6 +15,7 @@ use godwit_delta::{GRAIN, Id, Parent};
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
 use std::fs;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -101,12 +103,12 @@ impl Chain {
             patience,
             ..opening("this")
         };
-        Delta::open_top(descriptor, opening, outliving)
+        open_top(descriptor, opening, outliving)
     }
 
     fn lower(&self) -> Vec<Delta> {
         let (_, lower) = self.names.split_last().unwrap();
-        let open = |descriptor: &PathBuf| Delta::open_parent(descriptor, opening("this"));
+        let open = |descriptor: &PathBuf| open_parent(descriptor, opening("this"));
         lower.iter().map(|one| open(one).unwrap()).collect()
     }
 
@@ -251,7 +253,7 @@ fn a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_merged_into_its_b
             chain.must_be_so_to_qemu(number as usize);
         }
         for number in 0..3 {
-            let open = || Delta::open_parent(&chain.names[number], opening("this")).unwrap();
+            let open = || open_parent(&chain.names[number], opening("this")).unwrap();
             let into = chain.base(Access::ReadWrite);
             let mut pieces = 0;
             let half = merge_down(&open(), &into, |_| {
@@ -281,18 +283,18 @@ fn a_delta_is_frozen_and_another_put_above_it_beside_a_guest_that_goes_on() {
     }
     // The lowest is brought into the base, beside the guest, and left out.
     drop(stack);
-    let lowest = Delta::open_parent(&chain.names[0], opening("this")).unwrap();
+    let lowest = open_parent(&chain.names[0], opening("this")).unwrap();
     let engine = Engine::new(chain.base(Access::ReadWrite)).unwrap();
     let mut stack = Stack::new(Vec::new(), engine);
     let mut deltas = vec![lowest];
     deltas.extend(
         chain.names[1..3]
             .iter()
-            .map(|one| Delta::open_parent(one, opening("this")).unwrap()),
+            .map(|one| open_parent(one, opening("this")).unwrap()),
     );
     deltas.push(chain.open_top(BOOT, false).unwrap());
     stack.put_deltas(deltas).unwrap();
-    let source = Delta::open_parent(&chain.names[0], opening("other")).unwrap();
+    let source = open_parent(&chain.names[0], opening("other")).unwrap();
     let lent = stack.bottom.lend().unwrap();
     let base = Image::of(lent.into(), &chain.at("base.raw"), Access::ReadWrite, 512).unwrap();
     let mut seed = 10;
@@ -353,6 +355,88 @@ fn what_was_answered_is_there_after_a_kill_and_what_no_map_tells_of_is_not_guess
 }
 
 #[test]
+fn a_top_comes_down_into_the_delta_below_which_is_the_top_from_then_on() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    let mut deltas = freeze(&mut stack);
+    chain.add();
+    deltas.push(chain.open_top(BOOT, false).unwrap());
+    stack.put_deltas(deltas).unwrap();
+    chain.work(&mut stack, 40, 2);
+    let mut below = open_unlocked(&chain.names[0]).unwrap();
+    stack.settle().unwrap().unwrap();
+    let top = open_unlocked(&chain.names[1]).unwrap();
+    let merged = merge(&top, Target::Delta(&mut below), false, |_| true);
+    assert!(merged.unwrap().is_some());
+    let map = chain.names[0].with_extension("states");
+    let outliving = Outliving {
+        map: &map,
+        boot: BOOT,
+        no_guest_lives: true,
+    };
+    let frozen = open_unlocked(&chain.names[0]).unwrap();
+    let refused = frozen.into_top(opening("this"), outliving).unwrap_err();
+    assert!(refused.to_string().contains("it is frozen"), "{refused}");
+    below.thaw().unwrap();
+    drop(stack.take_deltas().unwrap());
+    let below = below.into_top(opening("this"), outliving).unwrap();
+    stack.put_deltas(vec![below]).unwrap();
+    chain.work(&mut stack, 40, 3);
+    chain.must_be_plain(&mut stack);
+    // As after a kill.
+    drop(stack);
+    chain.names.pop();
+    chain.must_be_plain(&mut chain.stack());
+}
+
+#[test]
+fn an_open_delta_goes_by_what_another_one_of_it_has_got() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    for number in 0..2 {
+        chain.work(&mut stack, 40, number);
+        let mut deltas = freeze(&mut stack);
+        chain.add();
+        deltas.push(chain.open_top(BOOT, false).unwrap());
+        stack.put_deltas(deltas).unwrap();
+    }
+    let lowest = open_unlocked(&chain.names[0]).unwrap();
+    let mut above = open_unlocked(&chain.names[1]).unwrap();
+    let merged = merge(&lowest, Target::Delta(&mut above), true, |_| true);
+    assert!(merged.unwrap().is_some());
+    let mut deltas = stack.take_deltas().unwrap();
+    deltas
+        .remove(0)
+        .go_by(open_unlocked(&chain.names[1]).unwrap());
+    deltas[0].go_by(above);
+    stack.put_deltas(deltas).unwrap();
+    chain.must_be_plain(&mut stack);
+    chain.work(&mut stack, 20, 7);
+    chain.must_be_plain(&mut stack);
+}
+
+#[test]
+fn a_map_that_somebody_removed_is_there_again_before_another_program_looks_for_it() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    let map = chain.names[0].with_extension("states");
+    fs::remove_file(&map).unwrap();
+    stack.keep_maps().unwrap();
+    let number = || fs::metadata(&map).unwrap().ino();
+    let kept = number();
+    chain.work(&mut stack, 40, 2);
+    stack.keep_maps().unwrap();
+    assert_eq!(number(), kept, "it was there");
+    drop(stack);
+    chain.must_be_plain(&mut chain.stack());
+}
+
+#[test]
 fn many_share_a_parent_that_nobody_writes_and_a_top_is_one_disks_alone() {
     let mut chain = Chain::new(BYTES);
     chain.add();
@@ -362,7 +446,7 @@ fn many_share_a_parent_that_nobody_writes_and_a_top_is_one_disks_alone() {
         Err(Error::InUse { .. })
     ));
     top.close().unwrap();
-    let parent = |name| Delta::open_parent(&chain.names[0], opening(name)).unwrap();
+    let parent = |name| open_parent(&chain.names[0], opening(name)).unwrap();
     let both = (parent("a"), parent("b"));
     assert!(matches!(
         chain.open_top_within(BOOT, false, Duration::ZERO),
@@ -480,18 +564,13 @@ fn what_anybody_else_wrote_is_refused() {
         // Present at its own place is right only for the first grain.
         let is_right = (at, byte) == (tables + 7, 0x30);
         fs::write(&extent, &wrong).unwrap();
-        let opened = Delta::open_parent(&chain.names[0], opening("this"));
+        let opened = open_parent(&chain.names[0], opening("this"));
         assert_eq!(opened.is_ok(), is_right, "byte {at}");
     }
     fs::write(&extent, &good[..good.len() - 4096]).unwrap();
-    let cut = Delta::open_parent(&chain.names[0], opening("this")).unwrap_err();
+    let cut = open_parent(&chain.names[0], opening("this")).unwrap_err();
     assert!(cut.to_string().contains("cut short"), "{cut}");
     fs::write(&extent, &good).unwrap();
-    let links = chain.at("link.vmdk");
-    let text = fs::read_to_string(&chain.names[0]).unwrap();
-    fs::write(&links, text.replace("d0-sesparse", "l")).unwrap();
-    std::os::unix::fs::symlink("d0-sesparse.vmdk", chain.at("l.vmdk")).unwrap();
-    assert!(Delta::open_parent(&links, opening("this")).is_err());
     let taken = NewDelta {
         descriptor: &chain.names[0],
         bytes: BYTES,
@@ -504,4 +583,37 @@ fn what_anybody_else_wrote_is_refused() {
 
 fn must_be_unchanged(path: &Path, content: &[u8]) {
     assert!(fs::read(path).unwrap() == content);
+}
+
+/// The disk's own file bears locks and records alone.
+#[test]
+fn a_linked_disk_begins_as_an_image_that_it_never_writes() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let (own, base) = (chain.at("own.raw"), chain.plain.clone());
+    fs::File::create(&own).unwrap().set_len(BYTES).unwrap();
+    let top = |chain: &Chain| chain.open_top(BOOT, false).unwrap();
+    let written = top(&chain).over(chain.base(Access::ReadWrite));
+    assert!(written.is_err(), "it may be written");
+    let image = Image::open(&own, Access::ReadWrite, 512).unwrap();
+    let mut stack = Stack::new(Vec::new(), Engine::new(image).unwrap());
+    let lowest = top(&chain).over(chain.base(Access::ReadOnly)).unwrap();
+    stack.put_deltas(vec![lowest]).unwrap();
+    chain.must_be_plain(&mut stack);
+    chain.work(&mut stack, 60, 5);
+    chain.must_be_plain(&mut stack);
+    // It stays where it is when something is put above.
+    let mut deltas = freeze(&mut stack);
+    chain.add();
+    deltas.push(top(&chain));
+    stack.put_deltas(deltas).unwrap();
+    chain.work(&mut stack, 60, 6);
+    chain.must_be_plain(&mut stack);
+    drop(stack);
+    assert!(fs::read(chain.at("base.raw")).unwrap() == base);
+    let own = fs::read(own).unwrap();
+    assert!(own.iter().all(|byte| *byte == 0), "something is written");
+    let other = Chain::new(BYTES + 512);
+    let over_longer = top(&chain).over(other.base(Access::ReadOnly));
+    assert!(over_longer.is_err(), "it is longer");
 }

@@ -14,7 +14,8 @@ mod vm;
 
 pub use host::{HostCommand, HostDrain, HostJoin, HostLeave, HostRenew, HostTopArgs, TokenArgs};
 pub use vm::{
-    VmCommand, VmLimitDisk, VmMigrate, VmMoveDisk, VmResizeDisk, VmSnapshotCommand, VmStop, without,
+    VmClone, VmCommand, VmLimitDisk, VmMigrate, VmMoveDisk, VmResizeDisk, VmSnapshotCommand,
+    VmStop, without,
 };
 
 /// Where controllers listen unless said otherwise.

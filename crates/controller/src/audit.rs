@@ -473,6 +473,8 @@ fn what(asked: &Asked) -> String {
         ("POST", path::SNAPSHOTS) => "vm snapshot create",
         ("POST", path::REVERT_SNAPSHOT) => "vm snapshot revert",
         ("POST", path::DELETE_SNAPSHOT) => "vm snapshot delete",
+        ("POST", path::CLONE) => "vm clone",
+        ("DELETE", path::CLONE) => "vm clone --cancel",
         ("DELETE", path::MOVE_DISKS) => "vm move-disk --cancel",
         ("POST", path::RESOLVE) => "vm resolve --run-on",
         ("POST", path::KEEP) => "vm resolve --keep",

@@ -21,12 +21,14 @@ use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::fmt::{Display, Formatter};
 
+mod cloned;
 mod disk_orders;
 mod disks;
 mod move_disks;
 mod snapshots;
 mod start;
 
+pub use cloned::{cancel_clone, clone_vm, cloning};
 pub use disk_orders::{limit_disk, resize_disk};
 pub use disks::{Makings, disks};
 pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};

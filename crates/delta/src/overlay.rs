@@ -12,7 +12,8 @@
 //!    as it is to be, and what was answered is so.
 //! 3. A change that makes grains present or zero excludes every other change of the same grains until it has ended: what it fills a grain
 //!    with is never newer than what others wrote there. Changes of what is present exclude nobody.
-//! 4. An entry of the tables is written only after a sync that began after its grain was whole.
+//! 4. An entry of the tables is written only after a sync that began after its grain was whole, and none after a sync that failed.
+//! 5. Of those that wait none could go: whatever ends lets go at most those that it meets, and what those let go.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -91,6 +92,20 @@ pub enum Step {
     Answer { id: RequestId, done: bool },
 }
 
+/// A change that has not begun.
+#[derive(Debug)]
+struct Held {
+    id: RequestId,
+    change: Change,
+    durable: bool,
+}
+
+impl Held {
+    fn grains(&self) -> Range<u64> {
+        grains_of(self.change.range())
+    }
+}
+
 #[derive(Debug)]
 struct Work {
     durable: bool,
@@ -115,7 +130,7 @@ pub struct Overlay<M> {
     /// How many of them lock something.
     locking: usize,
     /// Not begun, oldest first.
-    held: VecDeque<(RequestId, Change, bool)>,
+    held: VecDeque<Held>,
     rounds: Rounds,
     steps: Vec<Step>,
     #[cfg(feature = "planted-faults")]
@@ -202,13 +217,26 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
     /// disk is answered as failed.
     pub fn change(&mut self, id: RequestId, change: Change, durable: bool) -> Vec<Step> {
         let range = change.range();
-        let known = self.under_way.contains_key(&id) || self.held.iter().any(|held| held.0 == id);
+        let known = self.under_way.contains_key(&id) || self.held.iter().any(|held| held.id == id);
         if known || range.start >= range.end || range.end > self.bytes {
             return vec![Step::Answer { id, done: false }];
         }
-        self.held.push_back((id, change, durable));
-        self.release();
+        let held = Held {
+            id,
+            change,
+            durable,
+        };
+        let kept = match is_behind(&self.held, &held.grains()) {
+            true => Some(held),
+            false => self.begin_or_keep(held),
+        };
+        self.held.extend(kept);
         std::mem::take(&mut self.steps)
+    }
+
+    /// Storage may have lost what was answered: nothing is made durable any more, and whoever asks for that hears of it.
+    pub fn lose(&mut self) {
+        self.rounds.lose();
     }
 
     /// A guest's flush: what was answered before is durable once this is.
@@ -226,7 +254,7 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
             }
             let by_itself = work.is_straight;
             self.finish(id, done, (work.durable, by_itself));
-            self.release();
+            self.release(work.grains);
         }
         std::mem::take(&mut self.steps)
     }
@@ -267,21 +295,34 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
         }
     }
 
-    /// Lets go, oldest first, what nothing stands against; one that waits keeps younger ones of the same grains.
-    fn release(&mut self) {
-        let mut waiting: VecDeque<(RequestId, Change, bool)> = VecDeque::new();
-        while let Some((id, change, durable)) = self.held.pop_front() {
-            let grains = grains_of(change.range());
-            let mut older = waiting.iter().map(|held| grains_of(held.1.range()));
-            let behind = older.any(|older| meet(&older, &grains));
-            let locked = self.locked_by(&change);
-            if behind || self.is_excluded(&grains, &locked) {
-                waiting.push_back((id, change, durable));
-                continue;
+    /// Lets go, oldest first, what nothing stands against any more once these grains are free; one that waits keeps younger ones of the same
+    /// grains. Only those are looked at that may wait for just these, or for an older one that has begun meanwhile.
+    fn release(&mut self, freed: Range<u64>) {
+        let mut freed = vec![freed];
+        let mut waiting = VecDeque::new();
+        while let Some(held) = self.held.pop_front() {
+            let grains = held.grains();
+            let waited_for = freed.iter().any(|freed| meet(freed, &grains));
+            let kept = match waited_for && !is_behind(&waiting, &grains) {
+                true => self.begin_or_keep(held),
+                false => Some(held),
+            };
+            match kept {
+                Some(held) => waiting.push_back(held),
+                None => freed.push(grains),
             }
-            self.begin(id, change, (durable, grains, locked));
         }
         self.held = waiting;
+    }
+
+    /// Begins it unless what is under way stands against it: then it comes back.
+    fn begin_or_keep(&mut self, held: Held) -> Option<Held> {
+        let (grains, locked) = (held.grains(), self.locked_by(&held.change));
+        if self.is_excluded(&grains, &locked) {
+            return Some(held);
+        }
+        self.begin(held.id, held.change, (held.durable, grains, locked));
+        None
     }
 
     fn is_excluded(&self, grains: &Range<u64>, locked: &Range<u64>) -> bool {
@@ -296,25 +337,32 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
     /// From the first grain that a change makes present or zero to the last.
     fn locked_by(&self, change: &Change) -> Range<u64> {
         let range = change.range();
-        let touched = grains_of(range);
-        let whole = self.whole(range);
-        let mut locked = Vec::new();
-        if !matches!(change, Change::Write(_)) && !whole.is_empty() {
-            locked.push(whole.clone());
-        }
-        if !matches!(change, Change::Discard(_)) {
-            let mut at = touched.start;
-            while at < touched.end {
-                let (state, end) = self.top.run(&(at..touched.end));
-                if state != Grain::Present {
-                    locked.push(at..end);
-                }
-                at = end;
+        let (touched, whole) = (grains_of(range), self.whole(range));
+        let may_lock = |grain: u64| self.top.get(grain) != Grain::Present;
+        match change {
+            Change::Discard(_) => whole,
+            // All between its edges becomes zero, whatever it is.
+            Change::Zeroes(_) if !whole.is_empty() => {
+                let first = touched.start < whole.start && may_lock(touched.start);
+                let last = whole.end < touched.end && may_lock(whole.end);
+                whole.start - u64::from(first)..whole.end + u64::from(last)
             }
+            Change::Zeroes(_) | Change::Write(_) => self.not_present(&touched),
         }
-        let start = locked.iter().map(|grains| grains.start).min();
-        let end = locked.iter().map(|grains| grains.end).max();
-        start.unwrap_or_default()..end.unwrap_or_default()
+    }
+
+    /// From the first of these grains that is not present to the last.
+    fn not_present(&self, grains: &Range<u64>) -> Range<u64> {
+        let (mut at, mut found) = (grains.start, 0..0);
+        while at < grains.end {
+            let (state, end) = self.top.run(&(at..grains.end));
+            if state != Grain::Present {
+                let start = if found.is_empty() { at } else { found.start };
+                found = start..end;
+            }
+            at = end;
+        }
+        found
     }
 
     fn begin(
@@ -453,6 +501,11 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
 /// The grains that a range touches.
 fn grains_of(range: &Range<u64>) -> Range<u64> {
     range.start / GRAIN..range.end.div_ceil(GRAIN)
+}
+
+/// Whether one of these, which are older, changes any of these grains.
+fn is_behind(older: &VecDeque<Held>, grains: &Range<u64>) -> bool {
+    older.iter().any(|older| meet(&older.grains(), grains))
 }
 
 fn meet(a: &Range<u64>, b: &Range<u64>) -> bool {

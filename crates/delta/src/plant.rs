@@ -29,6 +29,8 @@ pub enum Plant {
     FailedRoundForgotten,
     /// A write that failed makes its grains present.
     FailedWriteCounts,
+    /// After a sync that failed the next one counts.
+    LossForgotten,
     /// The last round is answered before its entries are durable.
     NoSecondSync,
 }

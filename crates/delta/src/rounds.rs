@@ -2,7 +2,8 @@
 //!
 //! A round makes the data durable, writes the blocks that have to say something new as they were when the round began, and makes those
 //! durable. Whoever asks while one is under way waits for the next one, all of them together. Where no block has anything new to say a
-//! round is one sync.
+//! round is one sync. A sync that failed is the last one: storage tells once that it lost something, and the next one would seem to succeed, so
+//! that entries were written of grains that are not there. Nothing is made durable from then on.
 //!
 //! Who owns the state: the [`Overlay`](crate::Overlay). Refuses: ends of what was never begun, which change nothing.
 
@@ -22,6 +23,8 @@ pub(crate) struct Rounds {
     running: Option<Running>,
     /// Who waits for the next one.
     next: Vec<RequestId>,
+    /// Storage may have lost what was answered: no round succeeds any more.
+    is_lost: bool,
     #[cfg(feature = "planted-faults")]
     pub(crate) plant: Option<Plant>,
 }
@@ -54,9 +57,14 @@ impl Rounds {
         self.dirty.extend(blocks);
     }
 
-    /// Whether a round would write any block, or one is under way.
+    /// Whether a round would write any block or fail, or one is under way.
     pub(crate) fn is_due(&self) -> bool {
-        self.running.is_some() || !self.dirty.is_empty()
+        self.is_lost || self.running.is_some() || !self.dirty.is_empty()
+    }
+
+    /// No round succeeds from now on, nor the one that is under way.
+    pub(crate) fn lose(&mut self) {
+        self.is_lost = true;
     }
 
     /// No round is under way, and none is asked for.
@@ -80,6 +88,11 @@ impl Rounds {
 
     fn begin<M: AsRef<[AtomicU64]>>(&mut self, states: &States<M>, steps: &mut Vec<Step>) {
         if self.running.is_some() || self.next.is_empty() {
+            return;
+        }
+        if self.is_lost {
+            let answers = std::mem::take(&mut self.next).into_iter();
+            steps.extend(answers.map(|id| Step::Answer { id, done: false }));
             return;
         }
         let dirty = std::mem::take(&mut self.dirty);
@@ -106,9 +119,16 @@ impl Rounds {
         M: AsRef<[AtomicU64]>,
     {
         let late = planted!(self, CapturedLate);
-        let Some(running) = &mut self.running else {
+        let is_told = !planted!(self, LossForgotten);
+        let Some(running) = self
+            .running
+            .as_mut()
+            .filter(|running| running.stage != Stage::Tables)
+        else {
             return;
         };
+        self.is_lost |= !done && is_told;
+        let done = done && !self.is_lost;
         match running.stage {
             Stage::Data if done && !running.blocks.is_empty() => {
                 running.stage = Stage::Tables;
@@ -130,6 +150,7 @@ impl Rounds {
         M: AsRef<[AtomicU64]>,
     {
         let early = planted!(self, NoSecondSync);
+        let done = done && !self.is_lost;
         match &mut self.running {
             Some(running) if running.stage == Stage::Tables => {
                 running.stage = Stage::Entries;

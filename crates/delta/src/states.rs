@@ -163,6 +163,13 @@ impl<M: AsRef<[AtomicU64]>> States<M> {
         marked
     }
 
+    /// What the tables say counts as durable no more: all blocks that say anything are to be written again.
+    pub fn doubt(&self) {
+        let says = |block: &u64| self.block(*block).iter().any(|word| *word != 0);
+        let blocks = (0..self.blocks).filter(says);
+        blocks.for_each(|block| self.mark(block));
+    }
+
     fn mark(&self, block: u64) {
         self.change_mark(block, |bits, bit| bits | bit);
     }

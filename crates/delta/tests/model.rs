@@ -54,6 +54,7 @@ fn each_planted_fault_is_found() {
         Plant::ChangeDuringRoundForgotten,
         Plant::FailedRoundForgotten,
         Plant::FailedWriteCounts,
+        Plant::LossForgotten,
         Plant::NoSecondSync,
     ] {
         let found = (0..SEEDS).find(|seed| whole(World::new(*seed).with(plant)).is_err());
@@ -105,6 +106,59 @@ fn a_flush_is_one_sync_where_nothing_is_new_and_many_share_a_round() {
     assert_eq!(overlay.tables_written(true), [Step::Sync]);
     assert_eq!(overlay.synced(true), [answer(5)]);
     assert!(overlay.rests());
+}
+
+#[test]
+fn nothing_is_durable_any_more_after_a_sync_that_failed_also_for_whoever_comes_next() {
+    let answer = |id, done| Step::Answer { id, done };
+    let mut one = overlay(4);
+    one.change(1, Change::Write(0..GRAIN), false);
+    one.ended(1, true);
+    assert_eq!(one.flush(2), [Step::Sync]);
+    assert_eq!(one.flush(3), []);
+    assert_eq!(one.synced(false), [answer(2, false), answer(3, false)]);
+    // The kernel would say now that all is well.
+    assert_eq!(one.flush(4), [answer(4, false)]);
+    let straight = one.change(5, Change::Write(0..512), true);
+    assert!(
+        matches!(&straight[..], [Step::Write { .. }]),
+        "{straight:?}"
+    );
+    assert_eq!(one.ended(5, true), [answer(5, false)]);
+    one.change(6, Change::Write(0..512), false);
+    assert_eq!(one.ended(6, true), [answer(6, true)]);
+    assert!(one.rests());
+    // A successor is told of it; and what tells of it in the middle of a round ends that.
+    let mut next = overlay(4);
+    next.change(1, Change::Write(0..GRAIN), false);
+    next.ended(1, true);
+    assert_eq!(next.flush(2), [Step::Sync]);
+    next.lose();
+    assert_eq!(next.synced(true), [answer(2, false)]);
+    assert_eq!(next.flush(3), [answer(3, false)]);
+}
+
+#[test]
+fn many_that_wait_for_one_grain_go_in_order_and_others_go_past_them() {
+    let mut overlay = overlay(8);
+    let steps = overlay.change(0, Change::Write(512..1024), false);
+    assert_eq!(steps.len(), 1, "it fills");
+    for id in 1..4 {
+        assert_eq!(overlay.change(id, Change::Write(512..1024), false), []);
+    }
+    // One of another grain is neither kept nor lets anybody go.
+    assert_eq!(
+        overlay
+            .change(9, Change::Write(GRAIN..2 * GRAIN), false)
+            .len(),
+        1
+    );
+    let done = |id| Step::Answer { id, done: true };
+    assert_eq!(overlay.ended(9, true), [done(9)]);
+    let steps = overlay.ended(0, true);
+    assert_eq!(steps.len(), 4, "all write what is present now: {steps:?}");
+    assert_eq!(steps[0], done(0));
+    assert!(!overlay.rests());
 }
 
 #[test]

@@ -119,7 +119,8 @@ impl Log {
             boot: Id([9; 16]),
             no_guest_lives: true,
         };
-        let top = Delta::open_top(&self.descriptor, opening, outliving)?;
+        let file = File::options().read(true).write(true).open(&self.extent)?;
+        let top = Delta::top_of((file, &self.extent), self.id, opening, outliving)?;
         let standing = disk.stand_still(LONG)?;
         standing.settle()?;
         standing.change_layers(move |mut had| {

@@ -12,12 +12,14 @@ use std::time::Duration;
 
 /// Targets of which each gets all executions that are asked for, since they are fast: what a guest, or whoever has broken out of one, says to a
 /// disk, and what files of strangers say that a disk is made of. The others share as many.
-const WHOLE: [&str; 5] = [
+const WHOLE: [&str; 7] = [
     "disk-message",
     "disk-request",
     "delta-head",
     "delta-table",
     "delta-text",
+    "qcow2-head",
+    "qcow2-chain",
 ];
 
 /// Feeds damaged input to every decoder of Godwit. The same arguments give the same inputs.

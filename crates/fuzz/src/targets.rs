@@ -8,6 +8,7 @@ mod delta;
 mod disk;
 mod ownership;
 mod protocol;
+mod qcow2;
 mod qemu;
 mod samples;
 mod wire;
@@ -55,6 +56,8 @@ targets! {
     "delta-head", "headers and label of a delta's extent", delta::head, head_seeds;
     "delta-table", "blocks of a delta's tables", delta::block, block_seeds;
     "delta-text", "the descriptor of a delta", delta::text, text_seeds;
+    "qcow2-head", "the head of an image that a disk is made from", qcow2::head, head_seeds;
+    "qcow2-chain", "images over one another that a disk is made from", qcow2::chain, chain_seeds;
     "probe-frame", "Ethernet frames from a bridge", qemu::probe, probe_seeds;
     "rest-body", "bodies, tokens, certificates and event streams", control::rest_body, rest_body_seeds;
     "vm-socket", "requests and answers between agent and VM process", control::vm_socket, vm_socket_seeds;

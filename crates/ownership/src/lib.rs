@@ -116,7 +116,9 @@ mod words;
 pub use crate::core::VmCore;
 pub use ended::End;
 pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason, Status, Timer};
-pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageRecord, ImageRefusal};
+pub use image::{
+    IMAGE_RECORD_FORMAT, ImageClaim, ImageRecord, ImageRefusal, LAYERED_RECORD_FORMAT,
+};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
 pub use own_images::{
     CameEnd, CameFound, CameImage, CameSource, CopyEnd, Described, FormerEnd, FormerImage,

@@ -1,14 +1,15 @@
 //! Has `qemu-img` write a qcow2 image out as a raw one, with few rights.
 //!
-//! The image is hostile: its head was judged before ([`crate::qcow2`]), and what its tables hold is left to a process of the common
-//! user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
-//! two open files and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`,
+//! The image is hostile, and so are those below it: their heads were judged before ([`crate::qcow2`]), and what their tables hold is left to a process of the
+//! common user, whose rights to files this thread has already, without network, new rights or room to grow in memory, in files and in time. It gets
+//! open files, of which it is told what lies over what, and can open no others but its libraries ([`crate::only_files`]). Owns that process while it runs. Refuses: a host without `qemu-img`,
 //! and to wait for one that does nothing.
 
 use crate::disk_place::room_of;
 use crate::launch::be_no_better_than_others;
 use crate::make_disk::Progress;
 use crate::only_files::OnlyFiles;
+use crate::qcow2::Kind;
 use crate::rights::{become_user_for_good, have_own_files};
 use crate::user::User;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -52,10 +53,17 @@ const LOOK_EVERY: Timespec = Timespec {
 /// Pieces of what it says that are read at once: together as much as a pipe holds.
 const PIECES: usize = 16;
 
-/// Writes `source`, of so many bytes, into `raw`, which is long enough and reads as zeroes. One that is damaged is not written: what is missing of
-/// it would read as zeroes, too.
+/// A file of an image, and how it is read.
+#[derive(Clone, Copy)]
+pub(crate) struct Layer<'a> {
+    pub file: &'a File,
+    pub kind: Kind,
+}
+
+/// Writes what these files, the lowest last, show of so many bytes into `raw`, which is long enough and reads as zeroes. Where one is damaged nothing
+/// is written: what is missing of it would read as zeroes, too.
 pub(crate) fn to_raw(
-    (source, bytes): (&File, u64),
+    (layers, bytes): (&[Layer<'_>], u64),
     raw: &File,
     user: User,
     progress: &Progress,
@@ -63,29 +71,44 @@ pub(crate) fn to_raw(
     // Opened for it alone: what is locked by whoever makes the disk is free once he has ended.
     let anew = |file, writes| File::options().read(true).write(writes).open(fd_path(file));
     let its_own = anew(raw, true).map_err(|error| error.to_string())?;
-    let source = &anew(source, false).map_err(|error| error.to_string())?;
+    let files = layers.iter().map(|layer| anew(layer.file, false));
+    let files: Vec<File> = files
+        .collect::<io::Result<_>>()
+        .map_err(|error| error.to_string())?;
     let run = |arguments: &[&str]| {
-        let command = command(arguments, (source, bytes), &its_own, user);
+        let command = command(arguments, (files.as_slice(), bytes), &its_own, user);
         run(
             &mut command.map_err(|error| error.to_string())?,
             raw,
             progress,
         )
     };
-    let image = image_of(source);
-    let (status, words) = run(&["check", "-q", &image])?;
-    if status.code() == Some(DAMAGED) {
-        return Err(format!(
-            "qemu-img finds the image damaged, as one is whose download broke off: get it anew, or where it is whole and was only not closed, have 'qemu-img check -r all' mend it ({})",
-            words
-                .lines()
-                .next()
-                .unwrap_or("it says no more")
-                .escape_debug()
-        ));
+    let layers: Vec<Layer<'_>> = files
+        .iter()
+        .zip(layers)
+        .map(|(file, layer)| Layer { file, ..*layer })
+        .collect();
+    let all_qcow2 = layers.iter().filter(|layer| layer.kind == Kind::Qcow2);
+    for (number, layer) in all_qcow2.enumerate() {
+        let (status, words) = run(&["check", "-q", &image_of(std::slice::from_ref(layer))])?;
+        if status.code() == Some(DAMAGED) {
+            let which = match number {
+                0 => "the image".to_owned(),
+                below => format!("backing file {below} below the image"),
+            };
+            return Err(format!(
+                "qemu-img finds {which} damaged, as one is whose download broke off: get it anew, or where it is whole and was only not closed, have 'qemu-img check -r all' mend it ({})",
+                words
+                    .lines()
+                    .next()
+                    .unwrap_or("it says no more")
+                    .escape_debug()
+            ));
+        }
     }
     let converting = ["convert", "-p", "-n", "--target-is-zero", "-O", "raw"];
-    let (status, words) = run(&[&converting[..], &[&image, &fd_path(&its_own)]].concat())?;
+    let (source, target) = (image_of(&layers), fd_path(&its_own));
+    let (status, words) = run(&[&converting[..], &[&source, &target]].concat())?;
     if status.success() {
         return Ok(());
     }
@@ -216,19 +239,22 @@ impl Pipe {
     }
 }
 
-/// As qemu-img takes it. No backing file, whatever the image says.
-fn image_of(source: &File) -> String {
-    let image = json!({
-        "driver": "qcow2",
-        "backing": null,
-        "file": {"driver": "file", "filename": fd_path(source), "locking": "off"},
+/// As qemu-img takes it: what lies below is what it is told, whatever an image says.
+fn image_of(layers: &[Layer<'_>]) -> String {
+    let below = serde_json::Value::Null;
+    let image = layers.iter().rev().fold(below, |below, layer| {
+        let file = json!({"driver": "file", "filename": fd_path(layer.file), "locking": "off"});
+        match layer.kind {
+            Kind::Raw => json!({"driver": "raw", "file": file}),
+            Kind::Qcow2 => json!({"driver": "qcow2", "backing": below, "file": file}),
+        }
     });
     format!("json:{image}")
 }
 
 fn command(
     arguments: &[&str],
-    (source, bytes): (&File, u64),
+    (files, bytes): (&[File], u64),
     raw: &File,
     user: User,
 ) -> io::Result<Command> {
@@ -237,14 +263,10 @@ fn command(
     let bounds = Bounds {
         longest: raw.metadata()?.len(),
         seconds: CPU_S_MAX.min(CPU_S.0 + CPU_S.1 * bytes.div_ceil(1 << 30)),
-        opens: OnlyFiles::of(Path::new(PROGRAM), source, raw)?,
+        opens: OnlyFiles::of(Path::new(PROGRAM), files, raw)?,
     };
-    confined(
-        &mut command,
-        [source.as_raw_fd(), raw.as_raw_fd()],
-        bounds,
-        user,
-    );
+    let all = files.iter().chain([raw]).map(|file| file.as_raw_fd());
+    confined(&mut command, all.collect(), bounds, user);
     Ok(command)
 }
 
@@ -260,7 +282,7 @@ struct Bounds {
     opens: OnlyFiles,
 }
 
-fn confined(command: &mut Command, files: [i32; 2], bounds: Bounds, user: User) {
+fn confined(command: &mut Command, files: Vec<i32>, bounds: Bounds, user: User) {
     command
         .env_clear()
         .env("LANG", "C")
@@ -270,15 +292,15 @@ fn confined(command: &mut Command, files: [i32; 2], bounds: Bounds, user: User) 
         .stderr(Stdio::piped());
     // SAFETY: the closure runs between fork and exec and makes only system calls on values that were made before; it takes no
     // lock and allocates nothing.
-    unsafe { command.pre_exec(move || confine(files, &bounds, user)) };
+    unsafe { command.pre_exec(move || confine(&files, &bounds, user)) };
 }
 
-/// Between fork and exec: this process may read one file, write the other, open no more, grow no further, and is the common user for
+/// Between fork and exec: this process may read these files but the last one, write that, open no more, grow no further, and is the common user for
 /// good.
-fn confine(files: [i32; 2], bounds: &Bounds, user: User) -> io::Result<()> {
+fn confine(files: &[i32], bounds: &Bounds, user: User) -> io::Result<()> {
     for fd in files {
         // SAFETY: the descriptor is open: the parent has it for as long as it waits for the child.
-        fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::empty())?;
+        fcntl_setfd(unsafe { BorrowedFd::borrow_raw(*fd) }, FdFlags::empty())?;
     }
     for (resource, most) in [
         (Resource::As, MEMORY_MAX),
@@ -383,7 +405,7 @@ mod tests {
 
     /// A shell that is confined to one file and begins with what is said to it on its standard input.
     fn confined_shell(script: &str, file: &File) -> io::Result<(Child, bool)> {
-        let opens = OnlyFiles::of(Path::new(SHELL), file, file)?;
+        let opens = OnlyFiles::of(Path::new(SHELL), &[file], file)?;
         let are_kept = opens.are_kept();
         let mut command = Command::new(SHELL);
         command.args(["-c", script]);
@@ -393,7 +415,7 @@ mod tests {
             opens,
         };
         let fd = file.as_raw_fd();
-        confined(&mut command, [fd, fd], bounds, NOBODY);
+        confined(&mut command, vec![fd], bounds, NOBODY);
         Ok((command.stdin(Stdio::piped()).spawn()?, are_kept))
     }
 

@@ -7,6 +7,7 @@
 //! ([`open_looked_at`]), and what lies where the host keeps records and guests' memory ([`Reserved`]).
 
 use crate::layered::is_described;
+use crate::parent::{is_not_written, is_parent};
 use crate::reserved::Reserved;
 use crate::rights::as_user;
 use godwit_blockio::label::{self, End};
@@ -70,6 +71,9 @@ pub enum DiskError {
         "{path} lies in {dir}, where this host keeps its records or its guests' memory: put the file elsewhere"
     )]
     Reserved { path: PathBuf, dir: PathBuf },
+    /// Others have it, too, and only read it.
+    #[error("{}", is_not_written(.path))]
+    Parent { path: PathBuf },
     #[error("cannot open the disk image {path}: {source}")]
     Io {
         path: PathBuf,
@@ -149,10 +153,20 @@ pub fn open_image(
         true => OFlags::RDONLY,
         false => OFlags::RDWR,
     };
-    let opened = as_user(uid, gid, || Ok(open_looked_at(CWD, path, flags)));
-    let file = opened.map_err(NotOpened::from).flatten();
-    let file = file.map_err(|why| failed(path, read_only, uid, why))?;
+    let opened = as_user(uid, gid, || {
+        let file = open_looked_at(CWD, path, flags);
+        // On a file server this process may have no rights to look.
+        Ok(file.and_then(|file| {
+            let is_read = !read_only && is_file(&file) && is_parent(&file)?;
+            Ok((file, is_read))
+        }))
+    });
+    let opened = opened.map_err(NotOpened::from).flatten();
+    let (file, is_read) = opened.map_err(|why| failed(path, read_only, uid, why))?;
     let path = path.to_owned();
+    if is_read {
+        return Err(DiskError::Parent { path });
+    }
     if is_device_path(&path.to_string_lossy()) && is_file(&file) {
         return Err(DiskError::AmongDevices { path });
     }

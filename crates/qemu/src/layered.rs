@@ -1,11 +1,35 @@
-//! Images that are a part of a disk with snapshots, for whoever makes or copies images.
+//! Images that are a part of a disk with snapshots, or of a linked one, for whoever makes or copies images.
 //!
 //! Owns nothing. Refuses: to take a part for the whole, and a place where the snapshots of an image that is gone are described.
 
+use godwit_snapshots::{Images, Kind};
+use godwit_store::load_json;
 use godwit_types::snapshots::{LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of};
 use rustix::fs::fgetxattr;
 use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+
+/// Bytes that all images of a disk take, where a description beside this one names several; nothing of an image that is all of its disk, as far as
+/// that can be told.
+pub fn use_of_all(image: &Path) -> Option<u64> {
+    let images: Images = load_json(&description_of(image)).ok()??;
+    images.check().ok()?;
+    let takes = |path: &Path| {
+        let found = path.metadata();
+        found.map_or(0, |found| found.blocks().saturating_mul(512))
+    };
+    let each = images.images.iter().map(|(name, one)| match one.kind {
+        Kind::Delta => {
+            let extent = format!("{name}-sesparse.vmdk");
+            let elsewhere = images.elsewhere.get(name).map(Path::new);
+            takes(&elsewhere.map_or_else(|| image.with_file_name(&extent), |at| at.join(&extent)))
+        }
+        // A path, of what is common.
+        Kind::Raw | Kind::Qcow2 => takes(&image.with_file_name(name)),
+    });
+    Some(each.fold(0, u64::saturating_add))
+}
 
 /// Where the snapshots are described of an image that is not there.
 pub(crate) fn is_described(path: &Path) -> String {
@@ -26,7 +50,7 @@ pub fn must_be_whole(file: &File, path: &str) -> Result<(), String> {
     match is_part || description_of(Path::new(path)).symlink_metadata().is_ok() {
         false => Ok(()),
         true => Err(format!(
-            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them: delete those first, and let them be merged ('godwit vm snapshot list')"
+            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); a linked disk becomes one image when it moves ('godwit vm move-disk')"
         )),
     }
 }

@@ -32,6 +32,7 @@ mod no_network;
 pub mod on_ram;
 mod only_files;
 pub mod packet;
+pub mod parent;
 pub mod privileges;
 pub mod process;
 pub mod program;

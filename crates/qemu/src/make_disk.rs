@@ -4,48 +4,47 @@
 //! directory that this user does not, but that whose disk its source says it is goes into a refusal. The image grows under another name beside its own, is made durable, and then gets its name, which
 //! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
 //! image bears whose disk it is until it is first used, so that one that was made just before a kill is known. Refuses: a path where something else
-//! is, sources that are no files, that do not fit, that name other files, or that
+//! is, sources that are no files, that do not fit, that name files which are not for that (`source`), or that
 //! somebody may write, and places without room.
 
+mod cloned;
+mod linked;
+mod mark;
+mod source;
+
+pub use mark::forget_mark;
+use mark::mark_of;
+
 use crate::convert;
-use crate::disk::{
-    DiskError, NotOpened, length_and_use, must_be_no_devices, open_looked_at, rename_to_free,
-};
+use crate::disk::{DiskError, must_be_no_devices, open_looked_at, rename_to_free};
 use crate::disk_place::{can_make_image_in, room_of};
-use crate::layered::{is_described, must_be_whole};
-use crate::qcow2::{Format, HEAD_LEN, format_of};
+use crate::layered::is_described;
+use crate::qcow2::Format;
 use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
-use crate::whose::{whose, whose_at};
-use godwit_blockio::label::End;
-use godwit_blockio::{Access, lock_file};
+use crate::whose::whose_at;
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
+use linked::Parent;
 use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
-    flock, fremovexattr, fsetxattr, fstat, fstatvfs, ioctl_ficlone, openat, seek, statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, fchmod, flock, fstat, fstatvfs,
+    openat, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
-use std::ffi::{OsStr, OsString};
+use source::Source;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::Path;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
-/// Where an image bears whose disk it is.
-const MARK: &str = "user.godwit.disk";
-/// Most bytes of that.
-const MARK_MAX: usize = 8192;
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
-/// How long an image is waited for whose last user may have died just now.
-const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// Bytes of a disk's blocks.
 const BLOCK: u64 = 512;
 
@@ -65,6 +64,8 @@ pub struct Maker<'a> {
     /// The host's common user.
     pub user: User,
     pub reserved: &'a Reserved,
+    /// Directories of datastores: in these an image may have files below it.
+    pub stores: &'a [PathBuf],
 }
 
 impl Maker<'_> {
@@ -73,19 +74,32 @@ impl Maker<'_> {
         // Who has it alone is told with the rights of this process.
         let from = disk.from.as_deref();
         let has_it = from.and_then(|from| whose_at(Path::new(from)));
+        let parent = disk.linked.then(|| Parent::prepare(disk, self));
+        let parent = parent.transpose()?;
+        self.as_common(|| match &parent {
+            Some(parent) => self.link(disk, parent),
+            None => self.make_as_user((disk, has_it.as_ref()), progress),
+        })
+    }
+
+    /// With the rights of the host's common user.
+    fn as_common<R: Send>(
+        &self,
+        work: impl FnOnce() -> Result<R, String> + Send,
+    ) -> Result<R, String> {
         std::thread::scope(|scope| {
             // Rights belong to threads: this one has them until it ends.
-            let work = scope.spawn(|| {
+            let thread = scope.spawn(|| {
                 let User { uid, gid } = self.user;
                 become_user(uid, gid).map_err(|errno| {
                     format!(
                         "this process cannot have the rights of user {uid} of group {gid}: {errno}"
                     )
                 })?;
-                self.make_as_user((disk, has_it.as_ref()), progress)
+                work()
             });
             let broke = Err("the work broke off".to_owned());
-            work.join().unwrap_or(broke)
+            thread.join().unwrap_or(broke)
         })
     }
 
@@ -104,11 +118,14 @@ impl Maker<'_> {
         if place.has(path, &mark)? {
             return Ok(());
         }
+        if disk.is_cloned() {
+            return place.name_part(path, &mark);
+        }
         place.must_suit(path)?;
         let source = disk
             .from
             .as_deref()
-            .map(|from| Source::open((from, has_it), self.reserved, self.user));
+            .map(|from| Source::open((from, has_it), self));
         let source = source.transpose()?;
         if let Some(source) = &source {
             source.lock(self.vm, &disk.name)?;
@@ -140,25 +157,6 @@ impl Maker<'_> {
     }
 }
 
-/// Whose disk an image was made for, and of what, until it is first used.
-fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
-    let (from, gib) = (
-        disk.from.as_deref().unwrap_or(""),
-        disk.size_gib.unwrap_or(0),
-    );
-    format!("{vm}/{}/{gib}/{from}", disk.name)
-}
-
-/// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it
-/// bears no mark.
-pub fn forget_mark(image: impl std::os::fd::AsFd) {
-    match fremovexattr(image.as_fd(), MARK) {
-        // Neither a block device nor what is mounted for reading only can bear one.
-        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM | Errno::ROFS) => {}
-        Err(errno) => tracing::warn!(%errno, "a disk's image keeps the mark of having been made"),
-    }
-}
-
 /// The length of the image.
 fn length(disk: &DiskSpec, source: Option<&Source>) -> Result<u64, String> {
     let Some(source) = source else {
@@ -166,19 +164,18 @@ fn length(disk: &DiskSpec, source: Option<&Source>) -> Result<u64, String> {
             .wanted_bytes()
             .ok_or_else(|| "neither `from` nor `size_gib` is given".to_owned());
     };
-    let own = source.bytes.div_ceil(BLOCK).saturating_mul(BLOCK);
+    let (own, path) = (source.bytes.div_ceil(BLOCK), source.path());
+    let own = own.saturating_mul(BLOCK);
     let most = DISK_GIB_MAX << 30;
     if own > most {
         return Err(format!(
-            "{} has {} GiB, and a disk at most {DISK_GIB_MAX}",
-            source.path,
+            "{path} has {} GiB, and a disk at most {DISK_GIB_MAX}",
             own >> 30
         ));
     }
     match disk.wanted_bytes() {
         Some(wanted) if wanted < own => Err(format!(
-            "{} has {} GiB, which size_gib = {} does not hold: give at least {}",
-            source.path,
+            "{path} has {} GiB, which size_gib = {} does not hold: give at least {}",
             own.div_ceil(1 << 30),
             wanted >> 30,
             own.div_ceil(1 << 30)
@@ -235,9 +232,7 @@ impl Place {
             if !self.is_by_this_host(&found) {
                 return false;
             }
-            let mut value = [0; MARK_MAX];
-            let length = fgetxattr(found, MARK, &mut value[..]).unwrap_or(0);
-            value.get(..length) == Some(mark.as_bytes())
+            mark::borne_by(&found).is_ok_and(|borne| borne == mark.as_bytes())
         });
         match is_own {
             true => Ok(true),
@@ -375,141 +370,6 @@ fn no_room(path: &Path, known: Option<(u64, u64)>) -> String {
     )
 }
 
-/// What a disk is made from.
-struct Source {
-    file: File,
-    path: String,
-    format: Format,
-    /// What a guest finds on it.
-    bytes: u64,
-    /// What it takes of the disk, at least.
-    needed: u64,
-    written: Written,
-}
-
-fn may_not_read(path: &str, has_it: Option<&ImageRecord>, user: User) -> String {
-    let User { uid, gid } = user;
-    let whose = has_it.map_or_else(String::new, |ImageRecord { vm, disk, .. }| {
-        format!(
-            ", made while VM '{vm}' is off, whose disk '{disk}' it is by what it says of itself,"
-        )
-    });
-    format!(
-        "the image {path} may not be read by QEMU's common user (uid {uid}, group {gid}): put a copy{whose} that this user may read where your images are"
-    )
-}
-
-/// How long a file is, and when it was written last.
-type Written = (u64, i64, i64);
-
-fn written(file: &File) -> io::Result<Written> {
-    let found = file.metadata()?;
-    Ok((found.len(), found.mtime(), found.mtime_nsec()))
-}
-
-impl Source {
-    /// `has_it` is whose disk it says that it is.
-    fn open(
-        (path, has_it): (&str, Option<&ImageRecord>),
-        reserved: &Reserved,
-        user: User,
-    ) -> Result<Self, String> {
-        let cannot =
-            |why: &dyn std::fmt::Display| format!("the image {path} cannot be read: {why}");
-        let opened = open_looked_at(CWD, Path::new(path), OFlags::RDONLY);
-        let file = opened.map_err(|why| match why {
-            NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!(
-                "the image {path} does not exist on this host: copy it there or correct the VM"
-            ),
-            NotOpened::Errno(Errno::ACCESS | Errno::PERM) => may_not_read(path, has_it, user),
-            NotOpened::Kind => format!("the image {path} is neither a file nor a block device"),
-            why => cannot(&why),
-        })?;
-        refuse_reserved(&file, Path::new(path), reserved)?;
-        must_be_whole(&file, path)?;
-        let written = written(&file).map_err(|error| cannot(&error))?;
-        // A device has none where it holds no whole disk.
-        let (own, used) =
-            length_and_use(&file, End::ByLabel(None)).map_err(|error| cannot(&error))?;
-        let mut head = [0; HEAD_LEN];
-        let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;
-        let format = format_of(head.get(..length).unwrap_or_default());
-        let format = format.map_err(|why| format!("the image {path} is not used: {why}"))?;
-        let (bytes, needed) = match format {
-            Format::Qcow2 { bytes } => (bytes, own),
-            Format::Raw => (own, used),
-        };
-        let source = Self {
-            file,
-            path: path.to_owned(),
-            format,
-            bytes,
-            needed,
-            written,
-        };
-        match whose(&source.file).filter(|_| format != Format::Raw) {
-            _ if bytes == 0 => Err(format!("the image {path} is empty")),
-            Some(ImageRecord { vm, disk, .. }) => Err(format!(
-                "the image {path} is not used: it says that it is disk '{disk}' of VM '{vm}', which is raw, and begins as a qcow2 image does: its guest may have written that; if it is such an image, 'godwit image release {path}' on this host first"
-            )),
-            None => Ok(source),
-        }
-    }
-
-    /// Has nobody write it while it is copied. Refuses one that a VM or a tool has open for writing, also where that writes nothing
-    /// just now. What keeps no locks is copied without.
-    fn lock(&self, vm: &VmName, disk: &str) -> Result<(), String> {
-        let name = format!("{vm}/{disk}/from");
-        let path = Path::new(&self.path);
-        match lock_file(&self.file, path, Access::ReadOnly, &name, LOCK_WAIT) {
-            Ok(()) => Ok(()),
-            Err(error @ godwit_blockio::Error::InUse { .. }) => {
-                let whose = whose(&self.file).map_or_else(String::new, |record| {
-                    let ImageRecord { vm, disk, .. } = record;
-                    format!("; by what it says of itself it is disk '{disk}' of VM '{vm}', which may be copied while that VM is off")
-                });
-                Err(format!("{error}{whose}"))
-            }
-            Err(error) => {
-                tracing::warn!(%error, "nobody is kept from writing what a disk is made from");
-                Ok(())
-            }
-        }
-    }
-
-    /// Whose disk the image is, as it says itself.
-    /// A copy of what was written meanwhile is neither what was there before nor what is there now; a block device does not tell.
-    fn must_be_unchanged(&self) -> Result<(), String> {
-        let path = &self.path;
-        match written(&self.file) {
-            Ok(now) if now == self.written => Ok(()),
-            Ok(_) => Err(format!(
-                "the image {path} was written while it was copied: see whether a download or a VM writes it, and try again once that has ended"
-            )),
-            Err(error) => Err(format!("the image {path} cannot be read: {error}")),
-        }
-    }
-
-    /// Has a file that is still empty share this image's blocks, which takes neither time nor room, where both are in one file system
-    /// that can. Returns whether it does.
-    fn shares_with(&self, fresh: &File, progress: &Progress) -> bool {
-        if self.format != Format::Raw {
-            return false;
-        }
-        let shares = ioctl_ficlone(fresh, &self.file).is_ok()
-            && fresh
-                .metadata()
-                .is_ok_and(|clone| clone.len() == self.bytes);
-        if shares {
-            progress.done.store(self.needed, Ordering::Relaxed);
-        } else {
-            // One that is not whole is written over; what is beyond its end is a hole then.
-            let _ = fresh.set_len(0);
-        }
-        shares
-    }
-}
-
 fn fill(
     fresh: &File,
     bytes: u64,
@@ -526,10 +386,13 @@ fn fill(
     fresh.set_len(bytes).map_err(|error| failed(&error))?;
     match source {
         None => Ok(()),
-        Some(source) if source.format == Format::Raw => {
+        Some(source) if *source.format() == Format::Raw => {
             copy(source, fresh, progress).map_err(|error| failed(&error))
         }
-        Some(source) => convert::to_raw((&source.file, source.bytes), fresh, user, progress),
+        Some(source) => {
+            let layers = source.layers();
+            convert::to_raw((layers.as_slice(), source.bytes), fresh, user, progress)
+        }
     }
 }
 
@@ -537,7 +400,7 @@ fn fill(
 fn copy(source: &Source, fresh: &File, progress: &Progress) -> io::Result<()> {
     let (mut at, mut buffer) = (0, vec![0; PIECE]);
     while at < source.bytes {
-        let (from, to) = match next_data(&source.file, at) {
+        let (from, to) = match next_data(source.file(), at) {
             Some(run) => run?,
             None => return Ok(()),
         };
@@ -549,7 +412,7 @@ fn copy(source: &Source, fresh: &File, progress: &Progress) -> io::Result<()> {
             }
             let length = usize::try_from(to - at).unwrap_or(PIECE).min(PIECE);
             let piece = buffer.get_mut(..length).unwrap_or_default();
-            source.file.read_exact_at(piece, at)?;
+            source.file().read_exact_at(piece, at)?;
             if piece.iter().any(|byte| *byte != 0) {
                 fresh.write_all_at(piece, at)?;
             }
@@ -576,12 +439,7 @@ fn next_data(file: &File, at: u64) -> Option<io::Result<(u64, u64)>> {
 /// For the group of all VMs' images, and durable.
 fn finish(fresh: &File, mark: &str) -> io::Result<()> {
     fchmod(fresh, Mode::from_raw_mode(0o660))?;
-    if let Err(errno) = fsetxattr(
-        fresh.as_fd(),
-        OsStr::new(MARK),
-        mark.as_bytes(),
-        XattrFlags::empty(),
-    ) {
+    if let Err(errno) = mark::bear(fresh, mark) {
         // Only a kill between two steps would need it.
         tracing::warn!(%errno, "the image does not bear whose disk it is");
     }

@@ -2,11 +2,17 @@
 
 use super::*;
 use crate::whose::tests::say_whose;
-use godwit_blockio::holder;
 use godwit_blockio::label::{self, Holds, Label};
+use godwit_blockio::{Access, holder, lock_file};
 use godwit_testkit::file_system::{Device, Mount};
-use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::PathBuf;
+use std::time::Duration;
+
+#[path = "make_disk/chain_tests.rs"]
+mod chains;
+#[path = "make_disk/linked_tests.rs"]
+mod links;
 
 fn own_user() -> User {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
@@ -49,13 +55,24 @@ impl Here {
     }
 
     fn make_by(&self, disk: &DiskSpec, reserved: &Reserved) -> Result<(), String> {
-        let user = own_user();
         let maker = Maker {
             vm: &self.vm,
-            user,
+            user: own_user(),
             reserved,
+            stores: &[],
         };
         maker.make(disk, &Progress::default())
+    }
+
+    /// What a disk is made from, opened as its maker does.
+    fn source(&self, path: &std::path::Path) -> Source {
+        let maker = Maker {
+            vm: &self.vm,
+            user: own_user(),
+            reserved: &Reserved::default(),
+            stores: &[],
+        };
+        Source::open((path.to_str().unwrap(), None), &maker).unwrap()
     }
 
     /// What is in the directory beside the image that it was made from.
@@ -131,12 +148,7 @@ fn an_image_that_may_be_written_is_not_copied_and_one_that_is_copied_is_not_writ
     // Others read it meanwhile, and no guest gets it for writing.
     let reader = open();
     lock(&reader, Access::ReadOnly, patient).unwrap();
-    let source = Source::open(
-        (path.to_str().unwrap(), None),
-        &Reserved::default(),
-        own_user(),
-    )
-    .unwrap();
+    let source = here.source(&path);
     source.lock(&here.vm, "data").unwrap();
     drop(reader);
     let refused = lock(&open(), Access::ReadWrite, Duration::ZERO);
@@ -327,10 +339,7 @@ fn an_image_that_is_written_or_cut_while_it_is_copied_is_no_disk() {
     let here = Here::new();
     let base = here.at("base");
     std::fs::write(&base, [1; 8192]).unwrap();
-    let open = || {
-        let path = base.to_str().unwrap();
-        Source::open((path, None), &Reserved::default(), own_user()).unwrap()
-    };
+    let open = || here.source(&base);
     let source = open();
     source.must_be_unchanged().unwrap();
     let file = File::options().write(true).open(&base).unwrap();
@@ -379,6 +388,7 @@ fn only_what_the_common_user_may_is_read_and_made() {
             vm: &here.vm,
             user: User { uid, gid },
             reserved: &Reserved::default(),
+            stores: &[],
         };
         maker.make(&here.disk(Some("base"), None), &Progress::default())
     };
@@ -420,6 +430,7 @@ fn no_image_is_made_where_a_device_is_missing() {
         vm: &here.vm,
         user: User { uid: 0, gid: 0 },
         reserved: &Reserved::default(),
+        stores: &[],
     };
     let refusal = maker.make(&disk, &Progress::default());
     let is_made = std::fs::remove_file(&path).is_ok();
@@ -483,20 +494,6 @@ fn a_qcow2_image_is_written_out_and_one_that_names_other_files_is_not() {
     made.read_exact_at(&mut found, 0).unwrap();
     assert!(found == content && made.metadata().unwrap().len() == 1 << 30);
     std::fs::remove_file(here.at("root.raw")).unwrap();
-    qemu_img(
-        &here,
-        &[
-            "create",
-            "-f",
-            "qcow2",
-            "-b",
-            "base.raw",
-            "-F",
-            "raw",
-            "base.above",
-        ],
-    );
-    here.refused(&here.disk(Some("base.above"), None), &["backing file"]);
     qemu_img(
         &here,
         &[

@@ -28,18 +28,20 @@ const KNOWN: ABI = ABI::V6;
 pub(crate) struct OnlyFiles(Option<OwnedFd>);
 
 impl OnlyFiles {
-    /// To run `program`, read one file, and read and write the other.
-    pub(crate) fn of(program: &Path, read: impl AsFd, written: impl AsFd) -> io::Result<Self> {
+    /// To run `program`, read some files, and read and write another one.
+    pub(crate) fn of(program: &Path, read: &[impl AsFd], written: impl AsFd) -> io::Result<Self> {
         let rules = || {
             let of_itself = AccessFs::ReadFile | AccessFs::Execute;
             let of_written = AccessFs::ReadFile | AccessFs::WriteFile;
-            let rules = Ruleset::default()
+            let mut rules = Ruleset::default()
                 .handle_access(AccessFs::from_all(KNOWN))?
                 .create()?
                 .add_rules(path_beneath_rules([program], of_itself))?
                 .add_rules(path_beneath_rules(LIBRARIES, of_itself))?
-                .add_rule(PathBeneath::new(read, AccessFs::ReadFile))?
                 .add_rule(PathBeneath::new(written, of_written))?;
+            for file in read {
+                rules = rules.add_rule(PathBeneath::new(file, AccessFs::ReadFile))?;
+            }
             Ok::<_, RulesetError>(rules.into())
         };
         rules().map(Self).map_err(io::Error::other)

@@ -32,7 +32,7 @@ impl Reserved {
         if self.ram_device() == Some(fstat(fd)?.st_dev) {
             return Ok(Some(self.ram_dir.clone()));
         }
-        let path = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+        let path = place_of_open(fd)?;
         let text = path.to_string_lossy();
         let path = text.strip_suffix(DELETED).map_or(path.as_path(), Path::new);
         Ok(self.above(path))
@@ -63,4 +63,9 @@ impl Reserved {
         let above = std::fs::metadata(self.ram_dir.parent()?).ok()?.dev();
         (own != above).then_some(own)
     }
+}
+
+/// Where an open file lies, without links. Of one that has no name any more it is none that leads there.
+pub(crate) fn place_of_open(file: impl AsFd) -> io::Result<PathBuf> {
+    std::fs::read_link(format!("/proc/self/fd/{}", file.as_fd().as_raw_fd()))
 }

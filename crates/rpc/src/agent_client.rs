@@ -9,6 +9,7 @@ pub use crate::client::Deadlines;
 
 use crate::limits::LIST_LEN_MAX;
 use crate::sse::EventStream;
+use godwit_types::clones::{CloneDisks, Cloning};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, ResolveRequest, StopRequest,
@@ -121,6 +122,9 @@ pub mod path {
     pub const REVERT_SNAPSHOT: &str = "/v1/vms/{name}/revert-snapshot";
     /// POST `SnapshotRequest`: [`super::Done`].
     pub const DELETE_SNAPSHOT: &str = "/v1/vms/{name}/delete-snapshot";
+    /// POST `CloneDisks`: `Cloning`, begun or gone on with: disks are copied for another VM. GET: the same, as far as it has come. DELETE:
+    /// [`super::Done`], called off.
+    pub const CLONE: &str = "/v1/vms/{name}/clone";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -172,6 +176,9 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::SNAPSHOTS, CONTROLLER),
     rule("POST", path::REVERT_SNAPSHOT, CONTROLLER),
     rule("POST", path::DELETE_SNAPSHOT, CONTROLLER),
+    rule("POST", path::CLONE, CONTROLLER),
+    rule("GET", path::CLONE, READ),
+    rule("DELETE", path::CLONE, CONTROLLER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -316,6 +323,12 @@ calls! { AgentClient
         = post client (fill(path::REVERT_SNAPSHOT, name), wish) in slow;
     delete_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
         = post client (fill(path::DELETE_SNAPSHOT, name), wish) in slow;
+    /// Copies disks for another VM, or says how far that is.
+    clone_disks(name: &VmName, wish: &CloneDisks) -> Cloning
+        = post client (fill(path::CLONE, name), wish) in slow;
+    /// How far they are.
+    cloning(name: &VmName) -> Cloning = get client (fill(path::CLONE, name)) in read;
+    cancel_clone(name: &VmName) -> Done = delete client (fill(path::CLONE, name)) in act;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

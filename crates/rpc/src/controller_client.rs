@@ -7,6 +7,7 @@ use crate::client::{Client, Deadlines, Reply, calls, fill};
 use crate::limits::{LIST_LEN_MAX, SITE_LIST_LEN_MAX};
 use crate::sse::EventStream;
 use godwit_types::audit::{AuditEntry, AuditQuery};
+use godwit_types::clones::{CloneVm, Cloned};
 #[cfg(doc)]
 use godwit_types::console::ConsolePiece;
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
@@ -70,6 +71,8 @@ pub mod path {
     pub const REVERT_SNAPSHOT: &str = "/v1/vms/{name}/revert-snapshot";
     /// POST `SnapshotRequest`: [`super::Done`].
     pub const DELETE_SNAPSHOT: &str = "/v1/vms/{name}/delete-snapshot";
+    /// POST `CloneVm`: `Cloned`, begun or gone on with. GET: how far the disks are. DELETE: calls it off.
+    pub const CLONE: &str = "/v1/vms/{name}/clone";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -158,6 +161,9 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::SNAPSHOTS, PEOPLE),
     rule("POST", path::REVERT_SNAPSHOT, PEOPLE),
     rule("POST", path::DELETE_SNAPSHOT, PEOPLE),
+    rule("POST", path::CLONE, PEOPLE),
+    rule("GET", path::CLONE, PEOPLE),
+    rule("DELETE", path::CLONE, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),
@@ -281,6 +287,12 @@ calls! { ControllerClient
         = post client (fill(path::REVERT_SNAPSHOT, name), wish) in act;
     delete_snapshot(name: &VmName, wish: &SnapshotRequest) -> Done
         = post client (fill(path::DELETE_SNAPSHOT, name), wish) in act;
+    /// Makes a VM that is as this one, or goes on with that.
+    clone_vm(name: &VmName, wish: &CloneVm) -> Cloned
+        = post client (fill(path::CLONE, name), wish) in slow;
+    /// How far its disks are.
+    cloning(name: &VmName) -> DisksMaking = get client (fill(path::CLONE, name)) in read;
+    cancel_clone(name: &VmName) -> Done = delete client (fill(path::CLONE, name)) in act;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

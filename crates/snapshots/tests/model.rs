@@ -11,7 +11,7 @@ const STEPS: u64 = 150;
 const BLOCKS: u64 = 8;
 /// The first numbers in blocks that nobody has written.
 const UNWRITTEN: u64 = 1000;
-const COMMON: &str = "/images/common.qcow2";
+const COMMON: &str = "/images/common";
 
 /// Small numbers that a seed decides.
 struct Numbers(u64);
@@ -53,10 +53,11 @@ impl World {
         let mut images = Images::of_one("disk", 4096, &"5".repeat(32));
         let mut files = BTreeMap::from([("disk".to_owned(), whole.clone())]);
         if numbers.below(2) == 0 {
+            let is_raw = numbers.below(2) == 0;
             let common = Image {
-                kind: Kind::Qcow2,
+                kind: if is_raw { Kind::Raw } else { Kind::Qcow2 },
                 over: None,
-                id: None,
+                id: is_raw.then(|| "9".repeat(32)),
                 common: true,
             };
             let delta = Image {
@@ -121,6 +122,7 @@ impl World {
             after: None,
             image: String::new(),
             made_unix_s: 0,
+            begun: false,
             quiesced: false,
             text: String::new(),
             disks: vec!["disk".to_owned()],
@@ -249,6 +251,9 @@ impl World {
             .find(|name| !is_described(name) && *name != COMMON)
         {
             return Err(format!("{name} is left behind"));
+        }
+        if self.images.images.contains_key(COMMON) != self.files.contains_key(COMMON) {
+            return Err("what several VMs have is described no more".to_owned());
         }
         let common = self.files.get(COMMON);
         match common.is_none_or(|content| content.values().copied().eq(untouched())) {

@@ -21,6 +21,7 @@ fn take(images: &Images, name: &str) -> Result<Images, String> {
         after: None,
         image: String::new(),
         made_unix_s: 1_800_000_000,
+        begun: false,
         quiesced: false,
         text: String::new(),
         disks: vec!["root".to_owned()],
@@ -77,7 +78,7 @@ fn the_longest_chain_leaves_room_for_being_merged() {
 #[test]
 fn a_snapshot_counts_as_quiesced_only_once_that_is_said_of_it() {
     let images = take(&take(&one(), "first").unwrap(), "second").unwrap();
-    let said = images.quiesced(&named("second"));
+    let said = images.taken(&named("second"), true);
     let quiesced = |name| said.snapshot(&named(name)).unwrap().quiesced;
     assert_eq!((quiesced("first"), quiesced("second")), (false, true));
 }

@@ -46,7 +46,7 @@ impl Files for RealFiles {
     }
 
     fn sync_file(&self, path: &Path) -> io::Result<()> {
-        open_regular(OpenOptions::new().write(true), path)?.sync_all()
+        open_regular(OpenOptions::new().read(true), path)?.sync_all()
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

@@ -5,6 +5,7 @@
 //! not know are left out, but for a VM's description, which is understood wholly or refused. Refuses: anything over
 //! [`MESSAGE_LEN_MAX`].
 
+use crate::clones::{CloneDisks, Cloning};
 use crate::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::disk_activity::{DiskActivity, LimitDisk};
@@ -410,6 +411,12 @@ pub enum VmRequest {
     RevertSnapshot(SnapshotRequest),
     /// Keep the content of a snapshot no longer; answered by `Done`.
     DeleteSnapshot(SnapshotRequest),
+    /// Copy the VM's disks for another one, or tell how far that is; answered by `Cloning` at once.
+    CloneDisks(Box<CloneDisks>),
+    /// How far that is; answered by `Cloning`.
+    Cloning,
+    /// Call that copying off.
+    CancelClone,
     /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
     /// VM are on their way.
     Renew {
@@ -517,6 +524,7 @@ pub enum VmAnswer {
     Closing(ClosingVm),
     DiskMoves(DiskMoves),
     Snapshots(Snapshots),
+    Cloning(Box<Cloning>),
     /// Anything that went wrong.
     Error(ApiError),
 }

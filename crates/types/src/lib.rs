@@ -7,6 +7,7 @@
 pub mod audit;
 pub mod base64_bytes;
 pub mod certificate;
+pub mod clones;
 pub mod console;
 pub mod control_api;
 pub mod cpu;

@@ -18,6 +18,12 @@ pub const LAYERED_BEGUN: &str = " begun";
 /// A longer one is none of ours, bytes.
 pub const LAYERED_MARK_MAX: usize = 64;
 
+/// The extended attribute of an image as which linked disks begin: a number of 128 bits in hexadecimal digits, which their descriptions have, too. It is
+/// never written again.
+pub const PARENT_MARK: &str = "user.godwit.parent";
+/// Digits of that number.
+pub const PARENT_MARK_DIGITS: usize = 32;
+
 /// Where the description lies of a disk that consists of more than this image.
 pub fn description_of(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();

@@ -3,12 +3,14 @@
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
 mod boots;
+mod cloned;
 mod cloud_init;
 mod disks;
 mod made;
 mod new;
 
 pub use boots::Firmware;
+pub use cloned::clone_part_of;
 pub use cloud_init::{CardNetwork, CloudInit, SEED_AND_AGENT, USER_DATA_LEN_MAX};
 pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnError, OnFull};
 pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};

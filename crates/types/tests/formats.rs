@@ -3,6 +3,7 @@
 #[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
+use godwit_types::clones::{CloneDisks, ClonedVariables, Cloning};
 use godwit_types::console::{ConsolePiece, ConsoleTyped};
 use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
@@ -69,6 +70,9 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("ResizeDisk", again::<ResizeDisk>),
             ("LimitDisk", again::<LimitDisk>),
             ("Started", again::<Started>),
+            ("CloneDisks", again::<CloneDisks>),
+            ("Cloning", again::<Cloning>),
+            ("ClonedVariables", again::<ClonedVariables>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),
             ("ConsolePiece", again::<ConsolePiece>),

@@ -517,6 +517,9 @@ impl Device {
             Command::Settle(answer) => {
                 let _ = answer.send(self.settle());
             }
+            Command::KeepMaps(answer) => {
+                let _ = answer.send(self.keep_maps());
+            }
             Command::Layers(change, answer) => {
                 let _ = answer.send(self.change_layers(change));
             }

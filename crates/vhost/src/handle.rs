@@ -47,6 +47,8 @@ pub(crate) enum Command {
     HandOver(Sender<Result<Handover, Error>>),
     /// Makes durable what was answered.
     Settle(Sender<Result<(), Error>>),
+    /// Has what is not durable outlive the process, also where a map was removed.
+    KeepMaps(Sender<Result<(), Error>>),
     /// Has other deltas above the image.
     Layers(Change, Sender<Result<(), Error>>),
     Status(Sender<Status>),
@@ -102,8 +104,8 @@ pub struct Standing<'a> {
 }
 
 impl Standing<'_> {
-    /// Goes on with another image of the same bytes, which is locked as the one before; the filter that was put below the
-    /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
+    /// Goes on with another image of the same bytes, which is locked as the one before and has all that deltas showed, if there were any; the filter that
+    /// was put below the others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
         self.disk.ask(|answer| Command::Switch(image, answer))?
     }
@@ -123,6 +125,11 @@ impl Standing<'_> {
     /// Makes durable all that the guest was told; what the storage lost it hears with its next flush.
     pub fn settle(&self) -> Result<(), Error> {
         self.disk.ask(Command::Settle)?
+    }
+
+    /// Has what was answered and is not durable be found by whoever comes after this process, whatever became of the run directory.
+    pub fn keep_maps(&self) -> Result<(), Error> {
+        self.disk.ask(Command::KeepMaps)?
     }
 
     /// Goes on with other deltas above its image, from the lowest to the top, over which the disk has the same content: `change` makes

@@ -24,6 +24,14 @@ impl Device {
         })
     }
 
+    /// Has what is answered and not durable be where whoever comes after this process looks for it.
+    pub(crate) fn keep_maps(&mut self) -> Result<(), Error> {
+        match self.stands > 0 && self.stack.is_idle() {
+            true => Ok(self.stack.keep_maps()?),
+            false => Err(self.busy()),
+        }
+    }
+
     /// Where this fails the disk takes nothing any more.
     pub(crate) fn change_layers(&mut self, change: Change) -> Result<(), Error> {
         let busy = self.busy();
@@ -39,9 +47,24 @@ impl Device {
         })
     }
 
+    /// The disk goes on without them.
+    pub(crate) fn give_deltas_up(&mut self) {
+        let deltas = self.stack.take_deltas();
+        deltas.into_iter().flatten().for_each(Delta::give_up);
+    }
+
     /// A disk that ends leaves nothing that only a process of this boot would know.
     pub(crate) fn close_deltas(&mut self) {
-        for delta in self.stack.take_deltas().into_iter().flatten() {
+        let Some(deltas) = self.stack.take_deltas() else {
+            let (disk, under_way) = (&self.name, self.stack.under_way());
+            tracing::warn!(
+                disk,
+                under_way,
+                "what lies above the disk's image is not closed, since its storage does not answer: who opens it next goes on where it was"
+            );
+            return;
+        };
+        for delta in deltas {
             if let Err(error) = delta.close() {
                 tracing::warn!(disk = self.name, %error, "what lies above the disk's image is not closed: who opens it next goes on where it was");
             }

@@ -46,14 +46,18 @@ impl Device {
             .inspect_err(|_| self.lost_sync = true)?)
     }
 
-    /// Goes on with another image of the same size, without what was put below the guest's filters.
+    /// Goes on with another image of the same size, without what was put below the guest's filters, and without deltas: all that they showed is in that.
     pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
         let busy = self.busy();
         self.must_fit(&image)?;
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
-        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+        if !self.stack.bottom.replace(image) {
+            return Err(busy);
+        }
+        self.give_deltas_up();
+        Ok(())
     }
 
     /// Goes on with another image of the same size, and without the deltas above the one that it had.

@@ -6,6 +6,7 @@
 //! is not said to be fenced.
 
 use godwit_ownership::PeerMessage;
+use godwit_types::clones::CloneDisks;
 use godwit_types::console::{ConsolePlace, ConsoleTyped};
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_move::DiskPlace;
@@ -80,6 +81,9 @@ pub(crate) enum Now {
     DiskMoves,
     CancelDiskMoves,
     LimitDisk(LimitDisk),
+    CloneDisks(Box<CloneDisks>),
+    Cloning,
+    CancelClone,
     Close(CloseStep),
     Renew(PathBuf),
     Detach {
@@ -136,6 +140,9 @@ impl Ask {
             VmRequest::DiskMoves => Now::DiskMoves,
             VmRequest::CancelDiskMoves => Now::CancelDiskMoves,
             VmRequest::LimitDisk(wish) => Now::LimitDisk(wish),
+            VmRequest::CloneDisks(wish) => Now::CloneDisks(wish),
+            VmRequest::Cloning => Now::Cloning,
+            VmRequest::CancelClone => Now::CancelClone,
             VmRequest::Status => Now::Status,
             VmRequest::Start => Now::Start,
             VmRequest::Boot => Now::Boot,

@@ -17,6 +17,9 @@ pub(crate) type Work = Box<dyn FnOnce() -> Result<VmAnswer, ApiError> + Send>;
 pub(crate) enum DiskOrder {
     Resize,
     Snapshots,
+    Clone,
+    /// Of images that are frozen.
+    CloneOfSnapshot,
 }
 
 impl DiskOrder {
@@ -24,6 +27,9 @@ impl DiskOrder {
         match self {
             Self::Resize => "a disk of VM '{vm}' is being made larger",
             Self::Snapshots => "snapshots of VM '{vm}' are being seen to",
+            Self::Clone | Self::CloneOfSnapshot => {
+                "a clone of VM '{vm}' is being made, which 'godwit vm clone {vm} --cancel' calls off,"
+            }
         }
     }
 }
@@ -65,7 +71,15 @@ impl Vm {
         })
     }
 
-    /// One that starts or moves would begin with a disk that is about to be another.
+    /// One that starts would begin with a disk that is about to be another, or is copied as it is.
+    pub(crate) fn refuse_start_during_disk_order(&self) -> Result<(), ApiError> {
+        match self.disk_order {
+            Some(DiskOrder::CloneOfSnapshot) => Ok(()),
+            _ => self.refuse_during_disk_order(),
+        }
+    }
+
+    /// The same of one that moves, whose disks change otherwise, or whose process is to end.
     pub(crate) fn refuse_during_disk_order(&self) -> Result<(), ApiError> {
         let Some(order) = self.disk_order else {
             return Ok(());

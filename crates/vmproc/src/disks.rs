@@ -7,15 +7,18 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod beside;
 mod by_logs;
 mod came;
 mod claim;
 mod cleaning;
+mod cloning;
 mod described;
 mod devices;
 mod entry;
 mod format;
 mod former;
+mod gentle;
 #[cfg(test)]
 mod hardware_tests;
 mod history;
@@ -26,6 +29,7 @@ mod kept;
 mod labelled;
 mod layers;
 mod left;
+mod linked;
 mod making;
 mod moving;
 mod note;
@@ -45,6 +49,7 @@ mod told;
 mod tracked;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
+pub(crate) use cloning::CloneJob;
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;
@@ -293,6 +298,8 @@ impl Disks {
         patience: Duration,
         go_on: impl FnOnce(Vec<(usize, Handover)>) -> R,
     ) -> Result<R, String> {
+        // Whoever comes next begins to merge anew.
+        let _rests = self.0.tidies.rest(Instant::now() + patience);
         if self.0.waits_for_storage() {
             return Err("the storage of the VM's disks has not answered yet".to_owned());
         }
@@ -305,6 +312,8 @@ impl Disks {
                 continue;
             };
             let stands = disk.stand_still(left).map_err(|error| told(spec, &error))?;
+            // Without its map another program could not go on with the disk.
+            stands.keep_maps().map_err(|error| told(spec, &error))?;
             match stands.hand_over() {
                 Ok(copied) => handed.push((place, copied)),
                 Err(error) => {

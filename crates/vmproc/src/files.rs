@@ -6,6 +6,7 @@
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
 use godwit_types::VmName;
+use godwit_types::clones::CLONED_VARIABLES_FILE;
 use godwit_types::host_api::{
     DISK_MOVES_FILE, DISKS_FILE, FORMER_DEVICES_FILE, IDENTITY_FILE, IMAGES_FILE, SOCKET_FILE,
     SPEC_FILE, UEFI_SIZES_FILE, VmProcessConfig, WENT_ON_FILE,
@@ -147,6 +148,11 @@ impl Paths {
     /// The variables of a VM with UEFI.
     pub(crate) fn variables(&self) -> PathBuf {
         self.state.join(UEFI_VARIABLES_FILE)
+    }
+
+    /// Those with which a clone begins.
+    pub(crate) fn cloned_variables(&self) -> PathBuf {
+        self.state.join(CLONED_VARIABLES_FILE)
     }
 
     /// How long the flash memory of the newest QEMU is, where its VM has UEFI.

@@ -16,6 +16,7 @@ mod adoption;
 mod alone;
 mod ask;
 mod came;
+mod cloning;
 mod closing;
 #[cfg(test)]
 mod closing_tests;

@@ -18,6 +18,7 @@ use crate::left_over::LeftOver;
 use crate::renewal::Handed;
 use crate::room::Room;
 use crate::server::{self, AtHand};
+use crate::snapshotting::Lists;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::vm::{Outcome, Vm};
@@ -231,6 +232,8 @@ impl Adopted {
             measuring: None,
             disk_work: DiskWork::default(),
             disk_order: None,
+            lists: Lists::default(),
+            cloning: None,
             note: seat.note,
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),

@@ -74,6 +74,9 @@ impl Vm {
             Now::DiskMoves => Ok(VmAnswer::DiskMoves(self.disk_moves())),
             Now::CancelDiskMoves => self.cancel_disk_moves(),
             Now::LimitDisk(wish) => self.limit_disk(&wish),
+            Now::CloneDisks(wish) => self.clone_disks(*wish),
+            Now::Cloning => Ok(VmAnswer::Cloning(Box::new(self.shown_cloning()))),
+            Now::CancelClone => self.cancel_clone(),
             Now::Close(step) => self.close(step),
             Now::Renew(program) => {
                 self.refuse_renewal()?;
@@ -84,6 +87,7 @@ impl Vm {
                 if unless_moving {
                     self.refuse_renewal()?;
                 }
+                self.refuse_during_disk_order()?;
                 self.disk_work.close()?;
                 self.detach = true;
                 self.done("is left to its next VM process")
@@ -206,7 +210,7 @@ impl Vm {
     /// Starts the guest. One that waits for its former host does not run, though its start is on record.
     fn start_guest(&mut self) -> Reply {
         self.refuse_while_closing()?;
-        self.refuse_during_disk_order()?;
+        self.refuse_start_during_disk_order()?;
         let started = self.ask_or(Event::StartRequested, "runs", "runs already");
         let Status::InDoubt { peer, command, .. } = &self.status else {
             return started;

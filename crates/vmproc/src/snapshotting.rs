@@ -1,7 +1,7 @@
 //! What the VM's thread does for snapshots of the VM's disks.
 //!
 //! Part of [`Vm`]; the work itself is in [`crate::disks`]. Refuses: a VM that this host does not hold, one that moves or whose disks do, disks that QEMU itself
-//! serves, and to go back to a snapshot while a guest has the disks.
+//! serves, to go back to a snapshot while a guest has the disks, and to list them by ever more threads where storage does not answer.
 
 use crate::ask::AskSnapshots;
 use crate::disk_orders::{DiskOrder, Work};
@@ -14,6 +14,19 @@ use godwit_types::{ApiError, ErrorCode, SnapshotName};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
+/// So many threads list at once.
+const LISTS_MAX: usize = 4;
+
+/// Threads that list: each has one of it for as long as it lives.
+#[derive(Debug, Default)]
+pub(crate) struct Lists(Arc<()>);
+
+impl Lists {
+    fn begin(&self) -> Option<Arc<()>> {
+        (Arc::strong_count(&self.0) <= LISTS_MAX).then(|| Arc::clone(&self.0))
+    }
+}
+
 /// A guest's disks, or those of a VM that has none.
 enum Which {
     Served(Disks, Option<Arc<Guest>>),
@@ -24,22 +37,40 @@ impl Vm {
     /// Begins what is asked of snapshots; the answer comes when that is done.
     pub(crate) fn snapshots(&mut self, ask: AskSnapshots, reply: SyncSender<VmAnswer>) {
         if matches!(ask, AskSnapshots::List) {
-            // Nobody waits for it, and it waits for nobody.
-            let listed = self.which_disks().and_then(|which| {
-                let list = move || {
-                    let listed = which.list().map(VmAnswer::Snapshots);
-                    let _ = reply.send(listed.unwrap_or_else(VmAnswer::Error));
-                };
-                let thread = std::thread::Builder::new().name("snapshots".into());
-                thread.spawn(list).map_err(crate::hypervisor::internal)
-            });
-            if let Err(error) = listed {
-                tracing::info!(%error, "snapshots are not listed");
-            }
-            return;
+            return self.list_snapshots(reply);
         }
         let work = self.work_on_snapshots(ask);
         self.begin_disk_order(DiskOrder::Snapshots, work, reply);
+    }
+
+    /// Nobody waits for it, and it waits for nobody.
+    fn list_snapshots(&mut self, reply: SyncSender<VmAnswer>) {
+        let answers = reply.clone();
+        let listed = self.may_list().and_then(|turn| {
+            let which = self.which_disks()?;
+            let list = move || {
+                let listed = which.list().map(VmAnswer::Snapshots);
+                // Whoever has the answer may ask again at once.
+                drop(turn);
+                let _ = reply.send(listed.unwrap_or_else(VmAnswer::Error));
+            };
+            let thread = std::thread::Builder::new().name("snapshots".into());
+            thread.spawn(list).map_err(crate::hypervisor::internal)
+        });
+        if let Err(error) = listed {
+            // The caller may have gone.
+            drop(answers.send(VmAnswer::Error(error)));
+        }
+    }
+
+    fn may_list(&self) -> Result<Arc<()>, ApiError> {
+        self.lists.begin().ok_or_else(|| {
+            let (vm, host) = (&self.config.vm, &self.config.host);
+            let message = format!(
+                "the snapshots of VM '{vm}' are being listed for {LISTS_MAX} others, and the storage of its disks does not answer: see that it does, and try again"
+            );
+            ApiError::new(ErrorCode::WrongState, message).on_host(host)
+        })
     }
 
     fn work_on_snapshots(&mut self, ask: AskSnapshots) -> Result<Work, ApiError> {
@@ -74,7 +105,7 @@ impl Vm {
         let disk = disks.with_snapshots()?;
         let vm = &self.config.vm;
         Some(format!(
-            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
+            "disk '{disk}' of VM '{vm}' has snapshots, or images of deleted ones that are not merged yet, or is linked to another image, and those do not go to another host yet: delete its snapshots first ('godwit vm snapshot list {vm}'); a linked one without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk {vm} {disk} --to DATASTORE')"
         ))
     }
 
@@ -145,5 +176,37 @@ impl Which {
             Self::Served(disks, _) => disks.delete_snapshot(name),
             Self::AtRest(disks) => disks.delete_snapshot(name),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{LONG, Site, holds, open};
+    use godwit_ownership::Power;
+    use std::sync::mpsc::sync_channel;
+
+    fn refused(vm: &mut Vm) -> ApiError {
+        let (reply, answer) = sync_channel(1);
+        vm.snapshots(AskSnapshots::List, reply);
+        match answer.recv_timeout(LONG) {
+            Ok(VmAnswer::Error(error)) => error,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn whoever_asks_for_a_list_is_answered_also_where_there_is_none_or_too_many_ask() {
+        let site = Site::new();
+        site.record(holds(Power::Off));
+        let mut vm = open(&site);
+        // QEMU serves its disks.
+        let error = refused(&mut vm);
+        assert!(error.message.contains("of hardware version 1"), "{error}");
+        let turns: Vec<_> = (0..LISTS_MAX).map(|_| vm.may_list().unwrap()).collect();
+        let error = refused(&mut vm);
+        assert!(error.message.contains("does not answer"), "{error}");
+        drop(turns);
+        assert!(vm.may_list().is_ok());
     }
 }

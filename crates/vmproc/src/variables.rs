@@ -12,12 +12,14 @@ use crate::hypervisor::{Start, internal};
 use godwit_migrate::protocol::VARIABLES_WHOLE_MAX;
 use godwit_qemu::command_line::Flash;
 use godwit_qemu::uefi::Uefi;
-use godwit_store::{RealFiles, replace_durably, save_json};
+use godwit_store::{RealFiles, load_json, remove_document, replace_durably, save_json};
+use godwit_types::clones::ClonedVariables;
 use godwit_types::{ApiError, ErrorCode};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -70,9 +72,13 @@ pub(crate) fn open(start: &Start<'_>) -> Result<Option<Opened>, ApiError> {
     let path = start.paths.variables();
     // Whatever an earlier move left is of no use for this one.
     if start.coming.is_some() || !path.try_exists().map_err(internal)? {
-        let empty = uefi.empty_variables().map_err(internal)?;
-        replace_durably(&RealFiles, &path, &empty).map_err(internal)?;
+        let first = match cloned(start)? {
+            Some(cloned) => cloned,
+            None => uefi.empty_variables().map_err(internal)?,
+        };
+        replace_durably(&RealFiles, &path, &first).map_err(internal)?;
     }
+    forget_cloned(&start.paths.cloned_variables());
     let variables = OpenOptions::new().read(true).write(true).open(&path);
     let variables = variables.map_err(internal)?;
     let (found, wanted) = (length(&variables)?, uefi.sizes.variables);
@@ -86,6 +92,26 @@ pub(crate) fn open(start: &Start<'_>) -> Result<Option<Opened>, ApiError> {
     save_json(&start.paths.uefi_sizes(), &uefi.sizes).map_err(internal)?;
     let code = uefi.code;
     Ok(Some(Opened { code, variables }))
+}
+
+/// Those with which a VM begins that is a clone. Another one of that name may have been made here and never started.
+fn cloned(start: &Start<'_>) -> Result<Option<Vec<u8>>, ApiError> {
+    let kept: Option<ClonedVariables> = match start.coming {
+        None => load_json(&start.paths.cloned_variables()).map_err(internal)?,
+        Some(_) => None,
+    };
+    let kept = kept.filter(|kept| kept.uid == start.spec.uid);
+    Ok(kept.map(|kept| kept.bytes))
+}
+
+/// They are of no use from the first start on.
+fn forget_cloned(path: &Path) {
+    if !path.try_exists().unwrap_or(true) {
+        return;
+    }
+    if let Err(error) = remove_document(path) {
+        tracing::warn!(%error, "the UEFI variables with which a clone began stay");
+    }
 }
 
 fn length(file: &File) -> Result<u64, ApiError> {

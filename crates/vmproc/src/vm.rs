@@ -7,7 +7,7 @@ use crate::ask::{Later, Now};
 use crate::came::Came;
 use crate::disk_orders::DiskOrder;
 use crate::disk_work::DiskWork;
-use crate::disks;
+use crate::disks::{self, CloneJob};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, internal};
@@ -18,6 +18,7 @@ use crate::migration::Migration;
 use crate::room::Room;
 use crate::server::{self, AtHand};
 use crate::shared_report::SharedReport;
+use crate::snapshotting::Lists;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
@@ -32,6 +33,7 @@ use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::collections::VecDeque;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -71,6 +73,10 @@ pub(crate) struct Vm {
     pub disk_work: DiskWork,
     /// What a thread does with the VM's disks.
     pub disk_order: Option<DiskOrder>,
+    /// Threads that list its snapshots.
+    pub lists: Lists,
+    /// The last clone that was asked for.
+    pub cloning: Option<Arc<CloneJob>>,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
     /// Reports that could not be written yet.

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use godwit_bench::bench::Bench;
+use godwit_bench::deltas::command as deltas;
 use godwit_bench::plan::{self, Cell, Choice};
 use godwit_bench::row::{Measured as _, Results, Row};
 use godwit_bench::stage::{begin, programs};
@@ -28,6 +29,8 @@ enum Command {
     Memory(Memory),
     /// Moves of disks: run the plan, write storage.json, storage.html and storage.md
     Storage(storage::Storage),
+    /// Disks over one common image: write deltas.json and deltas.md
+    Deltas(deltas::Deltas),
     /// Make the HTML page and the table of a memory.json or storage.json anew
     Report {
         /// What a bench wrote
@@ -43,6 +46,17 @@ enum Command {
         /// Directory for them
         #[arg(long)]
         out: PathBuf,
+    },
+    /// Write what a storage.json has beside the figures of the paper on live storage migration into a page, between its two marks
+    Paper {
+        /// What a bench of disks wrote
+        results: PathBuf,
+        /// What is written anew between its marks
+        #[arg(long, default_value = "docs/storage-paper.md")]
+        page: PathBuf,
+        /// Directory for its pictures, beside the page
+        #[arg(long, default_value = "docs/pictures")]
+        pictures: PathBuf,
     },
 }
 
@@ -95,6 +109,7 @@ fn run(arguments: Arguments) -> Result<()> {
     match arguments.command {
         Command::Memory(memory) => bench(&memory),
         Command::Storage(arguments) => storage::run(&arguments),
+        Command::Deltas(arguments) => deltas::run(&arguments),
         Command::Report { results, out } => {
             let beside = results.parent().unwrap_or(Path::new(".")).to_owned();
             let out = out.unwrap_or(beside);
@@ -117,6 +132,11 @@ fn run(arguments: Arguments) -> Result<()> {
             }
             Ok(())
         }
+        Command::Paper {
+            results,
+            page,
+            pictures,
+        } => storage::write_page(&Results::read(&results)?, &page, &pictures),
     }
 }
 

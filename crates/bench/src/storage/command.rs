@@ -1,14 +1,14 @@
-//! `godwit-bench storage`: runs the plan, writes rows, page, tables and pictures.
+//! `godwit-bench storage` runs the plan and writes rows, page, tables and pictures; `godwit-bench paper` writes the page beside the paper.
 //!
 //! Owns nothing. Refuses to run without root, which namespaces and volumes need.
 
-use super::plan::{self, Cell, Choice};
+use super::plan::{self, Cell, Choice, Set};
 use super::row::Results;
 use super::run::Bench;
-use super::{picture, server, table};
+use super::{paper, picture, server, table};
 use crate::machine;
 use crate::stage::{begin, programs};
-use anyhow::Result;
+use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +23,9 @@ pub struct Storage {
     /// A small cell each of oio, slow-destination, steady and local
     #[arg(long)]
     quick: bool,
+    /// What docs/storage-paper.md needs most, each of our methods in turn: under 30 minutes
+    #[arg(long, conflicts_with = "quick")]
+    paper: bool,
     /// So many runs of everything
     #[arg(long)]
     runs: Option<u32>,
@@ -46,7 +49,11 @@ pub struct Storage {
 pub fn run(arguments: &Storage) -> Result<()> {
     let choice = Choice {
         scenarios: arguments.scenario.clone(),
-        quick: arguments.quick,
+        set: match (arguments.quick, arguments.paper) {
+            (true, _) => Set::Quick,
+            (_, true) => Set::Paper,
+            _ => Set::Whole,
+        },
         runs: arguments.runs,
         cells: arguments.cell.clone(),
         systems: arguments.system.clone(),
@@ -96,6 +103,24 @@ pub fn report(results: &Results, out: &Path) -> Result<()> {
         "\n{markdown}\nresults: {0}/storage.json, {0}/storage.html, {0}/storage.md",
         out.display()
     );
+    Ok(())
+}
+
+/// Writes what was measured into the page beside the paper, and its pictures.
+pub fn write_page(results: &Results, page: &Path, pictures: &Path) -> Result<()> {
+    let at = pictures.file_name().and_then(|name| name.to_str());
+    let before =
+        std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
+    let (text, files) = paper::page(&before, results, at.unwrap_or("pictures"))
+        .map_err(|why| anyhow!("{}: {why}", page.display()))?;
+    std::fs::create_dir_all(pictures)?;
+    for (name, svg) in files {
+        let path = pictures.join(name);
+        std::fs::write(&path, svg).with_context(|| format!("cannot write {}", path.display()))?;
+        println!("{}", path.display());
+    }
+    std::fs::write(page, text).with_context(|| format!("cannot write {}", page.display()))?;
+    println!("{}", page.display());
     Ok(())
 }
 

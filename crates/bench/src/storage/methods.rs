@@ -3,6 +3,7 @@
 //! Pure: out of rows alone ("The Design and Evolution of Live Storage Migration in VMware ESX", figure 3 and table 2). Refuses nothing: what was not
 //! measured is left out.
 
+use super::picture::{Line, Scale, chart};
 use super::promises::Group;
 use super::row::Row;
 use crate::group::{Spread, in_order};
@@ -64,11 +65,15 @@ pub fn write_times(rows: &[Row]) -> Option<Table> {
         "times",
         "whole move, ms",
         "variance",
+        "IOPS before",
+        "first pass",
+        "passes after it",
+        "whole move",
     ]);
     let mut is_any = false;
     for group in in_order(rows) {
         let row = group.head();
-        let is_compared = matches!(&*row.scenario, "rate" | "iterations");
+        let is_compared = matches!(&*row.scenario, "latency" | "double" | "iterations");
         if !is_compared || spread(&group, |row| row.detail("before_write_mean_ms")).is_none() {
             continue;
         }
@@ -89,9 +94,52 @@ pub fn write_times(rows: &[Row]) -> Option<Table> {
             times("iterating_write_mean_ms"),
             told(&group, |row| row.write_latency_ms),
             told(&group, |row| row.write_latency_variance),
+            told(&group, |row| row.iops_before),
+            of("first_pass_iops"),
+            of("iterating_iops"),
+            told(&group, |row| row.iops_during),
         ]);
     }
     is_any.then_some(table)
+}
+
+/// How often blocks were written, by rank, as the paper's figure 2 has it.
+pub fn ranks(rows: &[Row], scenario: &str) -> Option<(String, String)> {
+    let mut lines: Vec<Line> = Vec::new();
+    let of_scenario = rows.iter().filter(|row| row.scenario == scenario);
+    for row in of_scenario {
+        let ranks = row.details.get("write_ranks").and_then(Value::as_array);
+        // Each run has the same distribution: the first of a cell is shown.
+        if lines.iter().any(|line| line.name == row.cell) {
+            continue;
+        }
+        let points = ranks.into_iter().flatten().filter_map(|pair| {
+            let (rank, times) = (pair.get(0)?.as_f64()?, pair.get(1)?.as_f64()?);
+            (times >= 1.0).then(|| (rank.log10(), times.log10()))
+        });
+        let points: Vec<(f64, f64)> = points.collect();
+        if !points.is_empty() {
+            let class = if lines.is_empty() {
+                "godwit-line"
+            } else {
+                "qemu-line"
+            };
+            let (name, marks) = (row.cell.clone(), Vec::new());
+            lines.push(Line {
+                name,
+                class,
+                points,
+                marks,
+            });
+        }
+    }
+    let title = format!("{scenario}: how often a block of 64 KiB was written, by its rank");
+    (!lines.is_empty()).then(|| {
+        (
+            format!("storage-{scenario}-ranks.svg"),
+            chart(&title, "rank of the block", &lines, Scale::Logarithmic),
+        )
+    })
 }
 
 /// What the passes after the first one copied, as the paper's figure 3 has it.
@@ -181,7 +229,27 @@ mod tests {
         let (name, svg) = picture(&rows, "iterations").unwrap();
         assert_eq!(name, "storage-iterations-passes.svg");
         assert!(svg.contains("pass 2") && !svg.contains("pass 1<"), "{svg}");
+        assert!(ranks(&rows, "iterations").is_none());
         let none = [row("mirror", &Value::Null)];
         assert!(passes(&none).is_none() && picture(&none, "iterations").is_none());
+    }
+
+    #[test]
+    fn how_often_blocks_were_written_is_a_line_for_each_cell() {
+        let row = |cell: &str| Row {
+            scenario: "iterations".into(),
+            cell: cell.into(),
+            details: json!({"write_ranks": [[1, 1000], [2, 100], [4, 0]]}),
+            ..Row::default()
+        };
+        let rows = [row("with locality"), row("with locality"), row("without")];
+        let (name, svg) = ranks(&rows, "iterations").unwrap();
+        assert_eq!(name, "storage-iterations-ranks.svg");
+        // Two points a line, and its name's stroke: what was never written has no logarithm.
+        assert_eq!(svg.matches("<path").count(), 4, "{svg}");
+        assert!(
+            svg.contains(">1,000<") && svg.contains(">without<"),
+            "{svg}"
+        );
     }
 }

@@ -13,7 +13,7 @@ pub type Results = crate::row::Results<Row>;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Row {
-    /// `oio`, `size`, `latency`, `slow-destination`, `steady`, `local` or `guest`.
+    /// `oio`, `size`, `volumes`, `slow-destination`, `iterations`, `latency`, `double`, `timeline`, `steady`, `local` or `guest`.
     pub scenario: String,
     pub cell: String,
     /// `godwit`, `qsd` (QEMU's storage daemon), `qemu-mirror` (a QEMU without a guest), `qemu-virtio-blk` (one with
@@ -36,6 +36,7 @@ pub struct Row {
     /// Longest that a request took during the move.
     pub longest_hold_ms: Option<f64>,
     pub iops_before: Option<f64>,
+    /// Of a method that gave up: while it tried.
     pub iops_during: Option<f64>,
     /// Mean of the writes during the move, or of all in `steady`, `local` and `guest`.
     pub write_latency_ms: Option<f64>,
@@ -50,7 +51,7 @@ pub struct Row {
     pub acked_writes_lost: Option<u64>,
     /// Whether every block of the destination was what the log says, after a power cut.
     pub disks_equal: Option<bool>,
-    /// `completed`, `cut-off`, or `failed: ...`.
+    /// `completed`, `cut-off`, `gave up: ...` or `failed: ...`.
     pub outcome: String,
     /// Which repetition, from 1.
     pub run: u32,

@@ -13,7 +13,7 @@ use crate::group::median;
 use crate::machine::{self, CpuTime};
 use crate::row::{CUT_OFF, Measured as _};
 use anyhow::{Context as _, Result, ensure};
-use godwit_testkit::disk_load::course::{Figures, Latency, by_tenths, figures};
+use godwit_testkit::disk_load::course::{Figures, Latency, by_tenths, figures, write_ms_by_tenths};
 use godwit_testkit::disk_load::log::Log;
 use godwit_testkit::disk_load::{Ended, Load, Running};
 use godwit_testkit::interrupt;
@@ -30,6 +30,8 @@ const AFTER_S: f64 = 0.2;
 /// A move is cut off at ten times our time in the same cell, and never before.
 const CUT_OFF_FACTOR: f64 = 10.0;
 const CUT_OFF_LEAST_S: f64 = 20.0;
+/// What dirty block tracking marks at a time.
+const TRACKED_BYTES: usize = 64 << 10;
 /// Where there is none of ours: at so many times the cell's estimate.
 const CUT_OFF_ESTIMATES: f64 = 3.0;
 
@@ -169,11 +171,14 @@ impl Bench {
             row,
             json!({"cpu_of_move_s": cpu_of_move, "volumes": cell.volumes}),
         );
+        if cell.scenario == "iterations" {
+            note(row, json!({"write_ranks": write_ranks(&ended.log)}));
+        }
         match attempt {
             Attempt::CutOff => row.outcome = CUT_OFF.into(),
             Attempt::GaveUp(why, iterations) => {
                 row.outcome = format!("gave up: {why}");
-                put_iterations(row, &iterations, (at(asked), None), &ended, &at);
+                put_try(row, &iterations, at(asked), &ended, &at);
             }
             Attempt::Moved(moved) => {
                 self.put_move(cell, row, &moved, &ended, &at);
@@ -220,7 +225,7 @@ impl Bench {
                 json!({"equation_1_iops": iops, "equation_1_source_ms": here}),
             );
         }
-        let course = by_tenths(&ended.done, (asked - BEFORE_S).max(0.0), done + AFTER_S);
+        put_course(row, ended, (asked, done + AFTER_S));
         let said = moved.estimates.iter();
         let said = said.map(|(when, left, eta_s)| (at(*when) - asked, *left, *eta_s));
         note(row, latencies("during_", &during));
@@ -229,8 +234,7 @@ impl Bench {
         note(
             row,
             json!({
-                "report": moved.report, "iops_by_tenths": course, "course_begins_s": -BEFORE_S.min(asked),
-                "switching_s": switching - asked, "estimates": said.collect::<Vec<_>>(),
+                "report": moved.report, "switching_s": switching - asked, "estimates": said.collect::<Vec<_>>(),
             }),
         );
     }
@@ -367,6 +371,53 @@ fn put_latency(row: &mut Row, seen: &Figures) {
     row.write_latency_variance = seen.write.map(|write| write.variance);
 }
 
+/// How the load fared by tenths of a second, from before the move on.
+fn put_course(row: &mut Row, ended: &Ended, (asked, until): (f64, f64)) {
+    let from = (asked - BEFORE_S).max(0.0);
+    note(
+        row,
+        json!({
+            "iops_by_tenths": by_tenths(&ended.done, from, until),
+            "write_ms_by_tenths": write_ms_by_tenths(&ended.done, from, until),
+            "course_begins_s": from - asked,
+        }),
+    );
+}
+
+/// A method that gave up: how long it tried, and how the load fared meanwhile.
+fn put_try(
+    row: &mut Row,
+    iterations: &[(Instant, Value)],
+    asked: f64,
+    ended: &Ended,
+    at: &impl Fn(Instant) -> f64,
+) {
+    put_iterations(row, iterations, (asked, None), ended, at);
+    let Some((last, _)) = iterations.last() else {
+        return;
+    };
+    let until = at(*last);
+    let during = figures(&ended.done, asked, until);
+    row.iops_during = Some(during.iops);
+    put_latency(row, &during);
+    note(row, latencies("during_", &during));
+    note(row, json!({"tried_s": until - asked}));
+    put_course(row, ended, (asked, until + AFTER_S));
+}
+
+/// How often blocks of 64 KiB were written, the one that was written most often first: at the ranks 1, 2, 4 and so on.
+fn write_ranks(log: &Log) -> Vec<(usize, u64)> {
+    let of_a_block = (TRACKED_BYTES / log.block_bytes().max(1)).max(1);
+    let blocks = log.times_written().chunks(of_a_block);
+    let mut times: Vec<u64> = blocks
+        .map(|block| block.iter().copied().map(u64::from).sum())
+        .collect();
+    times.sort_unstable_by(|one, other| other.cmp(one));
+    let ranks = std::iter::successors(Some(1_usize), |rank| rank.checked_mul(2));
+    let there = ranks.map_while(|rank| Some((rank, *times.get(rank - 1)?)));
+    there.collect()
+}
+
 /// The passes of an iterative method, and how the load fared in the first one and after it.
 fn put_iterations(
     row: &mut Row,
@@ -418,6 +469,7 @@ fn latencies(prefix: &str, seen: &Figures) -> Value {
         }
     }
     told.insert(format!("{prefix}stall_ms"), seen.stall_ms.into());
+    told.insert(format!("{prefix}iops"), seen.iops.into());
     told.into()
 }
 
@@ -456,4 +508,20 @@ fn line(row: &Row) -> String {
         text += &format!("  {}", row.outcome);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_ranked_by_how_often_they_were_written() {
+        let mut log = Log::new(4 * TRACKED_BYTES as u64, 8192);
+        // The third block of 64 KiB three times in two places, the first one once.
+        for block in [16, 17, 16, 0] {
+            log.begin(block);
+            log.acknowledge(block);
+        }
+        assert_eq!(write_ranks(&log), [(1, 3), (2, 1), (4, 0)]);
+    }
 }

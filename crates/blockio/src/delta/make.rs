@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use godwit_delta::{Descriptor, Id, Kind, Label, Layout, Parent, Use, header, table};
 use rustix::fs::{CWD, RenameFlags};
+use rustix::io::Errno;
 
 use super::{lock_new, unusable};
 use crate::Error;
@@ -143,7 +144,14 @@ fn fill(file: &File, layout: &Layout, id: Id) -> io::Result<()> {
 
 /// Gives a file its name, which nobody else has, durably.
 fn name(file: &File, from: &Path, to: &Path) -> io::Result<()> {
-    rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?;
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // NFS cannot.
+        Err(Errno::INVAL) => {
+            std::fs::hard_link(from, to)?;
+            std::fs::remove_file(from)?;
+        }
+        renamed => renamed?,
+    }
     let directory = to.parent().filter(|path| !path.as_os_str().is_empty());
     File::open(directory.unwrap_or(Path::new(".")))?.sync_all()?;
     // An XFS that was shut down tells of it only here.

@@ -1,41 +1,40 @@
 //! The states of a delta's grains in memory: of our own, or a file that outlives this process.
 //!
 //! The file is in the VM's run directory, on a tmpfs: it is gone after a power cut, when the delta's tables alone count. It says whose it is and
-//! under which boot of the host it was made.
+//! under which boot of the host it was made; and, once a sync has failed, that storage may have lost what the states tell of. A file has its name only
+//! once it is complete. In memory of our own only those pages take room in which anything is not absent.
 //!
 //! Who owns the state: whoever has the delta's lock writes, with one thread. Refuses: a file of another delta, boot or length.
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_delta::{Id, Layout, words_for};
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// Bytes before the words.
 const HEAD: usize = 4096;
+/// Where in them a word is not zero once a sync has failed; whoever looks whose a file is reads what stands before it.
+const LOST_AT: usize = 2048;
 const MAGIC: &[u8; 8] = b"GODWITST";
 
 /// The words of a delta's states.
 #[derive(Debug, Clone)]
-pub struct Words(Arc<Memory>);
+pub struct Words(Arc<Mapping>);
 
-#[derive(Debug)]
-enum Memory {
-    Own(Box<[AtomicU64]>),
-    Shared(Mapping),
-}
-
-/// A shared mapping of a whole file.
+/// A mapping of a whole file, or of as much memory of ours.
 #[derive(Debug)]
 struct Mapping {
     base: NonNull<u8>,
     len: usize,
     words: usize,
+    /// Its device and its inode, by which it is known under its name.
+    file: Option<(u64, u64)>,
 }
 
 // SAFETY: the mapping stays valid until drop, and everything in it is used through atomics alone.
@@ -45,17 +44,20 @@ unsafe impl Sync for Mapping {}
 
 impl Words {
     /// In memory of this process: all absent.
-    pub(crate) fn own(layout: &Layout) -> Self {
-        let words = (0..words_for(layout)).map(|_| AtomicU64::new(0));
-        Self(Arc::new(Memory::Own(words.collect())))
+    pub(crate) fn own(layout: &Layout) -> io::Result<Self> {
+        let len = length(layout)?;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(ptr::null_mut(), len, protection, MapFlags::PRIVATE)
+        }?;
+        Self::at(base.cast(), len, layout, None)
     }
 
-    /// In a new file in place of any that is there, all absent.
+    /// In a new file, all absent, which has its name once it is [`Self::put_in_place`].
     pub(crate) fn create(path: &Path, layout: &Layout, (id, boot): (Id, Id)) -> io::Result<Self> {
-        match std::fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        let path = &unfinished(path);
+        remove(path)?;
         let mut options = OpenOptions::new();
         let file = options
             .read(true)
@@ -101,28 +103,85 @@ impl Words {
         }
     }
 
+    /// They are complete: the file takes the place of any that is there.
+    pub(crate) fn put_in_place(&self, path: &Path) -> io::Result<()> {
+        std::fs::rename(unfinished(path), path)
+    }
+
+    /// Whether what lies there is the file that these are in.
+    pub(crate) fn are_at(&self, path: &Path) -> bool {
+        let found = path.symlink_metadata().ok();
+        let found = found.map(|found| (found.dev(), found.ino()));
+        found.is_some() && found == self.0.file
+    }
+
+    /// Whether storage may have lost what these tell of.
+    pub(crate) fn are_lost(&self) -> bool {
+        self.lost().load(Ordering::Acquire) != 0
+    }
+
+    /// A sync has failed: whoever has these next must know.
+    pub(crate) fn lose(&self) {
+        self.lost().store(1, Ordering::Release);
+    }
+
+    fn lost(&self) -> &AtomicU64 {
+        // SAFETY: inside of the head, which every mapping has, at a multiple of 8; it lives as long as `self`, and everybody uses it through
+        // atomics.
+        unsafe { &*self.0.base.as_ptr().add(LOST_AT).cast::<AtomicU64>() }
+    }
+
+    /// Says what others say; these say nothing yet.
+    pub(crate) fn copy(&self, others: &Self) {
+        let (own, theirs): (&[AtomicU64], &[AtomicU64]) = (self.as_ref(), others.as_ref());
+        for (to, from) in own.iter().zip(theirs) {
+            // A page of which nothing is written takes no room.
+            match from.load(Ordering::Acquire) {
+                0 => {}
+                word => to.store(word, Ordering::Release),
+            }
+        }
+        if others.are_lost() {
+            self.lose();
+        }
+    }
+
     fn map(file: &File, layout: &Layout, len: usize) -> io::Result<Self> {
+        let found = file.metadata()?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address that the kernel chooses.
         let base = unsafe {
             rustix::mm::mmap(ptr::null_mut(), len, protection, MapFlags::SHARED, file, 0)
         }?;
-        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let file = Some((found.dev(), found.ino()));
+        Self::at(base.cast(), len, layout, file)
+    }
+
+    fn at(
+        base: *mut u8,
+        len: usize,
+        layout: &Layout,
+        file: Option<(u64, u64)>,
+    ) -> io::Result<Self> {
+        let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
         let words = usize::try_from(words_for(layout)).map_err(io::Error::other)?;
-        Ok(Self(Arc::new(Memory::Shared(Mapping { base, len, words }))))
+        Ok(Self(Arc::new(Mapping {
+            base,
+            len,
+            words,
+            file,
+        })))
     }
 }
 
 impl AsRef<[AtomicU64]> for Words {
     fn as_ref(&self) -> &[AtomicU64] {
-        match &*self.0 {
-            Memory::Own(words) => words,
-            // SAFETY: the words begin at a multiple of 4096, end inside the mapping (`length`), which lives as long as `self`; everybody
-            // uses them through atomics, and the file is as long as it was when it was mapped: only its owner has it.
-            Memory::Shared(map) => unsafe {
-                let first = map.base.as_ptr().add(HEAD).cast::<AtomicU64>();
-                std::slice::from_raw_parts(first, map.words)
-            },
+        let map = &*self.0;
+        // SAFETY: the words begin at a multiple of 4096, end inside the mapping (`length`), which lives as long as `self`; everybody
+        // uses them through atomics, and a file is as long as it was when it was mapped: only its owner has it.
+        unsafe {
+            let first = map.base.as_ptr().add(HEAD).cast::<AtomicU64>();
+            std::slice::from_raw_parts(first, map.words)
         }
     }
 }
@@ -132,6 +191,25 @@ impl Drop for Mapping {
         // SAFETY: the whole mapping, which nobody uses any more.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
+}
+
+/// Removes a map that nobody needs any more, and what came of one that was being made.
+pub fn forget(path: &Path) -> io::Result<()> {
+    remove(&unfinished(path)).and(remove(path))
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// What a file is called that is not complete.
+fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
 }
 
 /// How long a file is, in bytes.

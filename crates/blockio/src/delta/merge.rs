@@ -3,7 +3,8 @@
 //! It may be begun anew at any time, and goes on beside a guest that works with the same chain: whoever reads over the image that gets
 //! the content never sees a difference. Only once it has ended, which it does durably, may the other image be left out.
 //!
-//! Who owns the state: whoever has the lock on all that the chain consists of. Refuses: images of other lengths.
+//! Who owns the state: whoever has the lock on all that the chain consists of. Refuses: images of other lengths, and to take the room that is left for
+//! disks that are in use.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,6 +16,7 @@ use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use super::{Delta, file_of, tables, unusable};
+use crate::kept_room::KeptRoom;
 use crate::{Buffer, Error};
 
 /// So many bytes are made durable together: whoever waits for the end waits for no more than that.
@@ -55,6 +57,7 @@ pub fn merge(
     let source = file_of(from.image.as_fd()).map_err(|error| from.failed("open", error))?;
     let (mut done, mut unsynced) = (Merged::default(), 0);
     let mut buffer = Buffer::zeroed(godwit_delta::MOVE_MAX as usize);
+    let room = KeptRoom::default();
     for one in moves(&from.layout, &from.states) {
         if !goes_on(done) {
             return Ok(None);
@@ -74,7 +77,8 @@ pub fn merge(
             let read = source.read_exact_at(piece, from.layout.data_at() + range.start);
             read.map_err(|error| from.failed("read", error))?;
         }
-        into.take(&range, (!is_zero).then(|| buffer.bytes()), lacking)
+        let bytes = (!is_zero).then(|| buffer.bytes());
+        into.take(&range, bytes, (lacking, &room))
             .map_err(|error| from.failed("merge", error))?;
         let bytes = range.end - range.start;
         match is_zero {
@@ -97,11 +101,11 @@ impl Target<'_> {
         &mut self,
         range: &std::ops::Range<u64>,
         bytes: Option<&[u8]>,
-        lacking: bool,
+        (lacking, room): (bool, &KeptRoom),
     ) -> std::io::Result<()> {
         match self {
-            Self::Raw(fd, _) => put(&file_of(*fd)?, range.start, range, bytes),
-            Self::Delta(delta) => delta.take(range, bytes, lacking),
+            Self::Raw(fd, _) => put((&file_of(*fd)?, room), range.start, range, bytes),
+            Self::Delta(delta) => delta.take(range, bytes, (lacking, room)),
         }
     }
 
@@ -129,7 +133,7 @@ impl Delta {
         &mut self,
         range: &std::ops::Range<u64>,
         bytes: Option<&[u8]>,
-        lacking: bool,
+        (lacking, room): (bool, &KeptRoom),
     ) -> std::io::Result<()> {
         let file = file_of(self.image.as_fd())?;
         let end = range.end.div_ceil(GRAIN);
@@ -140,7 +144,8 @@ impl Delta {
             if !lacking || state == Grain::Absent {
                 let inside = (part.start - range.start) as usize..(part.end - range.start) as usize;
                 let bytes = bytes.map(|bytes| bytes.get(inside).unwrap_or_default());
-                put(&file, self.layout.data_at() + part.start, &part, bytes)?;
+                let to = self.layout.data_at() + part.start;
+                put((&file, room), to, &part, bytes)?;
                 let now = match bytes {
                     Some(_) => Grain::Present,
                     None => Grain::Zero,
@@ -155,14 +160,17 @@ impl Delta {
 
 /// Writes these bytes of the disk at this place of a file, or has none of them there.
 fn put(
-    file: &File,
+    (file, room): (&File, &KeptRoom),
     at: u64,
     range: &std::ops::Range<u64>,
     bytes: Option<&[u8]>,
 ) -> std::io::Result<()> {
     let len = range.end - range.start;
     match bytes {
-        Some(bytes) => file.write_all_at(bytes.get(..len as usize).unwrap_or(bytes), at),
+        Some(bytes) => {
+            room.take(file, &(at..at + len))?;
+            file.write_all_at(bytes.get(..len as usize).unwrap_or(bytes), at)
+        }
         None => Ok(zero(file, &(at..at + len))?),
     }
 }

@@ -5,33 +5,32 @@
 //! grains in the VM's run directory.
 //!
 //! Who owns the state: whoever has the extent's lock. The top is locked for writing, what lies below for reading, so that many VMs may
-//! share it. What a killed process answered and did not make durable is in the map; after a power cut the tables alone count.
+//! share it. What a killed process answered and did not make durable is in the map; after a power cut the tables alone count. So they do once storage
+//! has failed to make something durable, as soon as no guest lives that was told of it; until then nothing is called durable any more.
 //!
-//! What it refuses: extents that anybody else has written, to write what is frozen, to open a path because a file names it (of a
-//! descriptor's words only the name of the file beside it is used, and a hint never), and to guess: a delta that is open under
-//! this boot of the host without its map.
+//! What it refuses: extents that anybody else has written, to write what is frozen, to open a path because a file names it, and to guess: a delta
+//! that is open under this boot of the host without its map.
 
 mod make;
 mod map;
 mod merge;
 mod tables;
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use godwit_delta::{
-    Descriptor, GRAIN, Grain, Id, Kind, LABEL_AT, Label, Layout, Refused, States, Use, header,
-    table,
+    Descriptor, GRAIN, Grain, Id, LABEL_AT, Label, Layout, Refused, States, Use, header, table,
 };
 
 pub use make::{NewDelta, create, describe_base, describe_over};
-pub use map::Words;
+pub use map::{Words, forget as forget_map};
 pub use merge::{Merged, Target, merge};
-use tables::Unread;
+use tables::{Unfinished, Unread};
 
 use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
 
@@ -75,33 +74,13 @@ pub struct Delta {
     /// By which it is locked.
     name: String,
     map: Option<PathBuf>,
+    /// What its last guest was told and storage did not keep is left out.
+    went_back: bool,
+    /// What is read of a linked disk where it, the lowest one, has nothing: an image that others have, too, and nobody writes.
+    begins_as: Option<Image>,
 }
 
 impl Delta {
-    /// Opens the delta that this descriptor is of as a parent: it is frozen, or closed, and stays as it is.
-    pub fn open_parent(descriptor: &Path, opening: Opening<'_>) -> Result<Self, Error> {
-        let found = Found::open(descriptor, Access::ReadOnly, opening)?;
-        if let Use::Open { .. } = found.label.in_use {
-            let why = "it was not closed: open it as the top of a disk first, or freeze it";
-            return Err(found.unusable(why));
-        }
-        let states = found.own_states()?;
-        Ok(found.into_delta(states, opening.name, None))
-    }
-
-    /// Opens it as the top of a disk, which is written.
-    pub fn open_top(
-        descriptor: &Path,
-        opening: Opening<'_>,
-        outliving: Outliving<'_>,
-    ) -> Result<Self, Error> {
-        let found = Found::open(descriptor, Access::ReadWrite, opening)?;
-        if found.label.in_use == Use::Frozen {
-            return Err(found.unusable("it is frozen: nothing is written to it any more"));
-        }
-        found.into_top(opening, outliving)
-    }
-
     /// A parent whose extent is open, which must be this delta; nothing where it was not closed, and is to be opened as a top and frozen first.
     pub fn parent_of(
         (file, path): (File, &Path),
@@ -143,10 +122,111 @@ impl Delta {
         Ok(found.into_delta(states, "", None))
     }
 
+    /// Goes by the states of the same delta as somebody else has it open, who gave it more content.
+    pub fn go_by(&mut self, other: Self) {
+        if self.label.id == other.label.id {
+            self.states = other.states;
+        }
+    }
+
+    /// One that was opened without a lock and is not frozen, as a top: its tables say all that it has.
+    pub fn into_top(
+        mut self,
+        opening: Opening<'_>,
+        outliving: Outliving<'_>,
+    ) -> Result<Self, Error> {
+        if self.label.in_use == Use::Frozen {
+            let why = "it is frozen: nothing is written to it any more";
+            return Err(unusable(self.image.path(), why));
+        }
+        self.image.lock(opening.name, opening.patience)?;
+        self.name = opening.name.to_owned();
+        self.map = Some(outliving.map.to_owned());
+        self.make_map(outliving.map, outliving.boot)?;
+        self.begin(outliving.boot)
+    }
+
+    /// From here on the tables do not say all.
+    fn begin(mut self, boot: Id) -> Result<Self, Error> {
+        match self.say(Use::Open { boot }) {
+            Ok(()) => Ok(self),
+            Err(unfinished) => {
+                // It may have told of what a process wrote that was killed.
+                if unfinished.lost {
+                    self.states.words().lose();
+                }
+                Err(self.failed("label", unfinished.source))
+            }
+        }
+    }
+
+    /// Puts the states into a new map there.
+    fn make_map(&mut self, map: &Path, boot: Id) -> Result<(), Error> {
+        let made = Words::create(map, &self.layout, (self.label.id, boot)).and_then(|made| {
+            made.copy(self.states.words());
+            made.put_in_place(map)?;
+            Ok(made)
+        });
+        let made = made.map_err(|source| self.failed("keep the states of", source))?;
+        self.states = States::over(made, &self.layout).map_err(|why| self.unusable(&why))?;
+        Ok(())
+    }
+
+    /// Whether it has a map that nobody finds any more.
+    fn lacks_map(&self) -> bool {
+        let map = self.map.as_ref();
+        map.is_some_and(|map| !self.states.words().are_at(map))
+    }
+
+    /// Makes its map anew where somebody has removed it.
+    fn keep_map(&mut self) -> Result<(), Error> {
+        match (self.map.clone(), self.label.in_use) {
+            (Some(map), Use::Open { boot }) if self.lacks_map() => self.make_map(&map, boot),
+            _ => Ok(()),
+        }
+    }
+
+    /// Storage has failed to make something durable: nothing is called durable until it is opened for another guest.
+    pub fn is_lost(&self) -> bool {
+        self.states.words().are_lost()
+    }
+
+    /// What its last guest was told and storage did not keep is left out: it begins as after a power cut.
+    pub fn went_back(&self) -> bool {
+        self.went_back
+    }
+
+    /// Its tables may be read otherwise than they are kept, since somebody failed to make them durable: all are written again.
+    pub fn doubt(&self) {
+        self.states.doubt();
+    }
+
+    /// Has it lie over an image that is only read, in the place of the disk's own: over this one everybody reads what is absent in all deltas. Refuses one that
+    /// may be written, or of another length.
+    pub fn over(mut self, image: Image) -> Result<Self, Error> {
+        let fits = image.access() == Access::ReadOnly && image.bytes() == self.layout.disk_bytes();
+        if !fits {
+            let why = "a disk that is as long begins as it, and only reads it";
+            return Err(unusable(image.path(), why));
+        }
+        self.begins_as = Some(image);
+        Ok(self)
+    }
+
+    /// Whether it lies over an image that is not the disk's own.
+    pub fn is_linked(&self) -> bool {
+        self.begins_as.is_some()
+    }
+
+    /// What it lies over, where that is not the disk's own image.
+    pub(crate) fn begins_as(&self) -> Option<&Image> {
+        self.begins_as.as_ref()
+    }
+
     /// Has a frozen one be written again, as a top, durably: whoever calls this knows that nothing lies over it from now on that is written.
     pub fn thaw(&mut self) -> Result<(), Error> {
         match self.label.in_use {
-            Use::Frozen => self.say(Use::Closed),
+            Use::Frozen => self.must_say(Use::Closed),
             Use::Open { .. } | Use::Closed => Ok(()),
         }
     }
@@ -155,57 +235,61 @@ impl Delta {
     /// and nothing may be written to it any more.
     pub fn freeze(&mut self) -> Result<(), Error> {
         self.end(Use::Frozen)?;
+        // The tables say all of it now.
+        if let Some(map) = self.map.take() {
+            let own = Words::own(&self.layout);
+            let own = own.map_err(|source| self.failed("keep the states of", source))?;
+            own.copy(self.states.words());
+            self.states = States::over(own, &self.layout).map_err(|why| self.unusable(&why))?;
+            // Nobody takes that of one that is frozen for its states; it goes with the delta, or with the next boot.
+            let _ = forget_map(&map);
+        }
         self.image.share(&self.name)
+    }
+
+    /// What it shows is elsewhere by now, and nobody opens it again: nothing is written any more, to storage that may hang.
+    pub fn give_up(mut self) {
+        if let Some(map) = self.map.take() {
+            let _ = std::fs::remove_file(map);
+        }
     }
 
     /// A last round: it is complete by its tables alone, until somebody opens it again. Nothing may be under way.
     pub fn close(mut self) -> Result<(), Error> {
-        match self.image.access() {
-            Access::ReadWrite => self.end(Use::Closed),
-            Access::ReadOnly => Ok(()),
+        if self.image.access() == Access::ReadOnly {
+            return Ok(());
         }
+        self.end(Use::Closed)?;
+        let gone = self.map.as_deref().map_or(Ok(()), forget_map);
+        gone.map_err(|source| self.failed("forget the states of", source))
     }
 
     fn end(&mut self, how: Use) -> Result<(), Error> {
         let settled = tables::settle(&self.image, &self.layout, &self.states);
         settled.map_err(|unfinished| self.failed("make durable", unfinished.source))?;
-        self.say(how)?;
-        // The tables say all of it now.
-        if let Some(map) = self.map.take() {
-            let own = Words::own(&self.layout);
-            let words = own
-                .as_ref()
-                .as_ref()
-                .iter()
-                .zip(self.states.words().as_ref());
-            for (to, from) in words {
-                to.store(
-                    from.load(std::sync::atomic::Ordering::Acquire),
-                    std::sync::atomic::Ordering::Release,
-                );
-            }
-            self.states = States::over(own, &self.layout).map_err(|why| self.unusable(&why))?;
-            let _ = std::fs::remove_file(map);
-        }
-        Ok(())
+        self.must_say(how)
+    }
+
+    fn must_say(&mut self, in_use: Use) -> Result<(), Error> {
+        let said = self.say(in_use);
+        said.map_err(|unfinished| self.failed("label", unfinished.source))
     }
 
     /// Writes the label, and makes it durable with all that was written before.
-    fn say(&mut self, in_use: Use) -> Result<(), Error> {
+    fn say(&mut self, in_use: Use) -> Result<(), Unfinished> {
         let label = Label {
             in_use,
             ..self.label
         };
         let mut block = Buffer::zeroed(GRAIN as usize);
-        let written = file_of(self.image.as_fd()).and_then(|file| {
-            file.read_exact_at(block.bytes_mut(), LABEL_AT)?;
-            if let Some(sector) = block.bytes_mut().get_mut(..header::LABEL) {
-                sector.copy_from_slice(&label.encode());
-            }
-            file.write_all_at(block.bytes(), LABEL_AT)?;
-            file.sync_data()
-        });
-        written.map_err(|source| self.failed("label", source))?;
+        let file = file_of(self.image.as_fd())?;
+        file.read_exact_at(block.bytes_mut(), LABEL_AT)?;
+        if let Some(sector) = block.bytes_mut().get_mut(..header::LABEL) {
+            sector.copy_from_slice(&label.encode());
+        }
+        file.write_all_at(block.bytes(), LABEL_AT)?;
+        let synced = tables::sync(&self.image);
+        synced.map_err(|source| Unfinished { lost: true, source })?;
         self.label = label;
         Ok(())
     }
@@ -251,30 +335,6 @@ struct Found {
 }
 
 impl Found {
-    fn open(descriptor: &Path, access: Access, opening: Opening<'_>) -> Result<Self, Error> {
-        let said = read_descriptor(descriptor)?;
-        if said.kind != Kind::Delta {
-            return Err(unusable(descriptor, "it describes no delta"));
-        }
-        let path = descriptor.with_file_name(&said.extent);
-        // A FIFO would be waited for, and a link may lead anywhere.
-        let opened = OpenOptions::new()
-            .read(true)
-            .write(access == Access::ReadWrite)
-            .custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW)
-            .open(&path);
-        let file = opened.map_err(|source| Error::Image {
-            action: "open",
-            path: path.clone(),
-            source,
-        })?;
-        let found = Self::locked((file, &path), access, opening)?;
-        if found.layout.disk_bytes() != said.bytes || found.label.id.cid() != said.cid {
-            return Err(found.unusable("its descriptor is another delta's"));
-        }
-        Ok(found)
-    }
-
     fn locked(
         (file, path): (File, &Path),
         access: Access,
@@ -326,7 +386,8 @@ impl Found {
     }
 
     fn own_states(&self) -> Result<States<Words>, Error> {
-        let states = self.over(Words::own(&self.layout))?;
+        let own = Words::own(&self.layout).map_err(|source| self.failed(source))?;
+        let states = self.over(own)?;
         self.load(&states)?;
         Ok(states)
     }
@@ -350,31 +411,37 @@ impl Found {
             path: self.image.path().to_owned(),
             source,
         };
-        let kept = match self.label.in_use {
+        let found = match self.label.in_use {
             Use::Open { boot } if boot == outliving.boot => {
-                let kept = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
-                if kept.is_none() && !outliving.no_guest_lives {
+                let found = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
+                if found.is_none() && !outliving.no_guest_lives {
                     let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
                     return Err(self.unusable(why));
                 }
-                kept
+                found
             }
             Use::Open { .. } | Use::Closed | Use::Frozen => None,
         };
-        let states = match kept {
+        // What storage has lost of what it tells nobody knows; a guest that was told of it goes on with what is read.
+        let goes_back = outliving.no_guest_lives && found.as_ref().is_some_and(Words::are_lost);
+        let states = match found.filter(|_| !goes_back) {
             Some(kept) => self.over(kept)?,
             None => {
                 let made = Words::create(outliving.map, &self.layout, whose).map_err(of_map)?;
                 let states = self.over(made)?;
                 self.load(&states)?;
+                if goes_back {
+                    states.doubt();
+                }
+                let placed = states.words().put_in_place(outliving.map);
+                placed.map_err(of_map)?;
                 states
             }
         };
         let map = Some(outliving.map.to_owned());
         let mut delta = self.into_delta(states, opening.name, map);
-        let boot = outliving.boot;
-        delta.say(Use::Open { boot })?;
-        Ok(delta)
+        delta.went_back = goes_back;
+        delta.begin(outliving.boot)
     }
 
     fn into_delta(self, states: States<Words>, name: &str, map: Option<PathBuf>) -> Delta {
@@ -385,6 +452,8 @@ impl Found {
             states,
             name: name.to_owned(),
             map,
+            went_back: false,
+            begins_as: None,
         }
     }
 
@@ -458,6 +527,25 @@ impl Stack<Engine> {
         }))
     }
 
+    /// Has all that is not durable outlive this process, also where somebody has removed a map meanwhile. Only while nothing is under way.
+    pub fn keep_maps(&mut self) -> Result<(), Error> {
+        let mut layers = self.bottom.layers().into_iter();
+        if !layers.any(|layers| layers.0.iter().any(Delta::lacks_map)) {
+            return Ok(());
+        }
+        let Some(mut deltas) = self.take_deltas() else {
+            return Ok(());
+        };
+        let kept = deltas.iter_mut().try_for_each(Delta::keep_map);
+        match self.put_deltas(deltas) {
+            Ok(()) => kept,
+            Err(_) => Err(Error::System {
+                action: "put deltas back above an image",
+                source: io::ErrorKind::InvalidInput.into(),
+            }),
+        }
+    }
+
     /// Takes the deltas away again, from the lowest to the top: only while nothing is under way. From then on requests go to the disk's image.
     pub fn take_deltas(&mut self) -> Option<Vec<Delta>> {
         if !self.take_foot() {
@@ -469,19 +557,21 @@ impl Stack<Engine> {
 }
 
 /// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
-pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> bool {
-    let image = Image::of(file, path, Access::ReadWrite, block_bytes);
-    let Ok(found) = image.and_then(Found::of) else {
-        return false;
+pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, Error> {
+    let found = Image::of(file, path, Access::ReadWrite, block_bytes).and_then(Found::of);
+    let found = match found {
+        Err(error) if !error.is_of_storage() => return Ok(false),
+        found => found?,
     };
     let data = found.layout.data_at()..found.layout.file_bytes();
-    let holds_bytes = match found.label.in_use {
-        Use::Open { .. } => !matches!(tables::next_data(&found.image, data), Ok(None)),
-        Use::Closed | Use::Frozen => false,
-    };
-    let states = found.own_states().ok().filter(|_| !holds_bytes);
-    states
-        .is_some_and(|states| states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
+    if let Use::Open { .. } = found.label.in_use {
+        let next = tables::next_data(&found.image, data);
+        if next.map_err(|source| found.failed(source))?.is_some() {
+            return Ok(false);
+        }
+    }
+    let states = found.own_states()?;
+    Ok(states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))
 }
 
 /// Reads a descriptor and no more of it than one may have.

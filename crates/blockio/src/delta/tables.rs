@@ -101,19 +101,34 @@ impl From<io::Error> for Unfinished {
     }
 }
 
-/// A last round: what is marked is durable after it, and nothing is marked.
+/// Why nothing is made durable after a sync that failed.
+const LOST: &str = "its storage failed to keep what was written to it before, so that it may be lost: stop its VM and start it again, which begins with what is certainly kept, as after a power cut";
+
+/// A last round: what is marked is durable after it, and nothing is marked. None after a sync that failed: the kernel tells of what it lost once.
 pub(super) fn settle(
     image: &Image,
     layout: &Layout,
     states: &States<Words>,
 ) -> Result<(), Unfinished> {
-    sync(image).map_err(|source| Unfinished { lost: true, source })?;
+    let lost = |source| Unfinished { lost: true, source };
+    if states.words().are_lost() {
+        return Err(lost(io::Error::other(LOST)));
+    }
+    sync(image).map_err(|source| {
+        states.words().lose();
+        lost(source)
+    })?;
     let marked = states.marked();
-    let mut buffer = Buffer::zeroed(BLOCK as usize);
-    for block in &marked {
-        let bytes = table::encode(*block, &states.block(*block));
-        buffer.bytes_mut().copy_from_slice(&bytes);
-        file_of(image.as_fd())?.write_all_at(buffer.bytes(), layout.block_at(*block))?;
+    let mut rest = marked.as_slice();
+    while let Some(first) = rest.first() {
+        let (run, after) = rest.split_at(run_of(rest));
+        let mut buffer = Buffer::zeroed(run.len() * BLOCK as usize);
+        let blocks = buffer.bytes_mut().chunks_mut(BLOCK as usize);
+        for (to, block) in blocks.zip(run) {
+            to.copy_from_slice(&table::encode(*block, &states.block(*block)));
+        }
+        file_of(image.as_fd())?.write_all_at(buffer.bytes(), layout.block_at(*first))?;
+        rest = after;
     }
     if !marked.is_empty() {
         sync(image)?;
@@ -122,7 +137,15 @@ pub(super) fn settle(
     Ok(())
 }
 
-fn sync(image: &Image) -> io::Result<()> {
+/// How many of these follow one another from the first on, as far as they are written at once.
+fn run_of(blocks: &[u64]) -> usize {
+    let most = (AT_ONCE / BLOCK) as usize;
+    let first = blocks.first().copied().unwrap_or_default();
+    let all = blocks.iter().take(most).zip(first..);
+    all.take_while(|(block, next)| **block == *next).count()
+}
+
+pub(super) fn sync(image: &Image) -> io::Result<()> {
     let synced = rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()));
     synced.map_err(io::Error::from)
 }

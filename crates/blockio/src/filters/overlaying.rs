@@ -4,7 +4,8 @@
 //! buffers. A read of several is read into memory of ours, piece by piece; so is what fills a grain that is written in part.
 //!
 //! Who owns the state: the disk's thread. Refuses: requests outside of the disk. Errors go up as they are, and change no grain's state; what
-//! was copied of a read that failed later is in the guest's buffers, as after any read that fails.
+//! was copied of a read that failed later is in the guest's buffers, as after any read that fails. A sync that failed stands in the words of the top's
+//! states, before anybody hears of it: whoever has them next calls nothing durable either.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +23,8 @@ const ZEROS: [u8; 4096] = [0; 4096];
 /// Carries out an [`Overlay`].
 pub(crate) struct Overlaying {
     overlay: Overlay<Words>,
+    /// Those of the top.
+    words: Words,
     bytes: u64,
     /// What came from above and is not answered, by numbers of the filter's own.
     requests: BTreeMap<u64, Held>,
@@ -48,10 +51,12 @@ pub(super) struct Held {
 impl Overlaying {
     /// Over a top and the deltas below it, the next one first.
     pub(crate) fn new(layout: &Layout, top: States<Words>, lower: Vec<States<Words>>) -> Self {
+        let words = top.words().clone();
         let overlay = Overlay::new(layout, top, lower);
         let top = overlay.top();
         Self {
             overlay,
+            words,
             bytes: layout.disk_bytes(),
             requests: BTreeMap::new(),
             last: 0,
@@ -156,10 +161,14 @@ impl Overlaying {
         let Some(held) = self.requests.remove(&id) else {
             return;
         };
+        let round = match self.words.are_lost() {
+            true => Outcome::Failed(Errno::IO),
+            false => self.round,
+        };
         let outcome = match (done, held.outcome) {
             (true, _) => Outcome::Done,
-            (false, Outcome::Done) if self.round == Outcome::Done => Outcome::Failed(Errno::INVAL),
-            (false, Outcome::Done) => self.round,
+            (false, Outcome::Done) if round == Outcome::Done => Outcome::Failed(Errno::INVAL),
+            (false, Outcome::Done) => round,
             (false, failure) => failure,
         };
         if let Some(mut request) = held.request {
@@ -202,6 +211,10 @@ impl Filter for Overlaying {
         if !fits {
             return flow.up(request, Outcome::Failed(Errno::INVAL));
         }
+        // Whoever makes it durable while nothing is under way may have failed.
+        if self.words.are_lost() {
+            self.overlay.lose();
+        }
         let change = match &request.work {
             Work::Read(_) => return self.read(request, flow),
             Work::Flush => {
@@ -224,6 +237,11 @@ impl Filter for Overlaying {
         let Some(id) = self.below.remove(&(request.maker, request.token)) else {
             return flow.up(request, outcome);
         };
+        // The kernel tells once of what it lost, perhaps of others.
+        if request.durable && outcome.storage_fails() {
+            self.words.lose();
+            self.overlay.lose();
+        }
         if let Some(held) = self.requests.get_mut(&id) {
             request.durable = held.durable;
             (held.request, held.outcome) = (Some(request), outcome);
@@ -241,6 +259,9 @@ impl Filter for Overlaying {
             Ended::Piece(id) => self.settle(id, flow),
             Ended::Sync(outcome) => {
                 self.round = outcome;
+                if outcome != Outcome::Done {
+                    self.words.lose();
+                }
                 let steps = self.overlay.synced(outcome == Outcome::Done);
                 self.carry_out(steps, flow);
             }

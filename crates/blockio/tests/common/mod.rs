@@ -1,6 +1,7 @@
 //! Images, guests and stacks for tests.
 #![allow(dead_code)]
 
+pub mod deltas;
 pub mod way;
 
 use godwit_blockio::filters::{Course, Mirroring};

@@ -154,6 +154,14 @@ pub enum VmCommand {
     /// A snapshot keeps what all disks hold that the guest may write at one moment; the guest runs on. It is no backup: it lies beside the disk, and is lost with it.
     #[command(subcommand)]
     Snapshot(VmSnapshotCommand),
+    /// Make a VM that is as another one, with disks of its own, on the same host
+    ///
+    /// The VM must be off, or --snapshot must name what its disks begin with; then it may run. The clone has a name, network addresses of its cards, UUID, disks and UEFI variables of its own, and is as the other VM in all else. Disks that the guest only reads are shared.
+    #[command(
+        override_usage = "godwit vm clone [OPTIONS] <VM> <NEW>\n       godwit vm clone <VM> --cancel",
+        after_help = "Examples:\n  godwit vm stop web --wait\n  godwit vm clone web web2\n  godwit vm clone web web2 --snapshot clean --start\n  godwit vm clone web --cancel"
+    )]
+    Clone(VmClone),
     /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
         after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
@@ -227,6 +235,26 @@ pub enum VmSnapshotCommand {
         /// The snapshot
         name: SnapshotName,
     },
+}
+
+/// What is made a copy of which VM.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("which").required(true).args(["new", "cancel"])))]
+pub struct VmClone {
+    /// The VM
+    pub vm: VmName,
+    /// Name of the clone
+    #[arg(value_name = "NEW")]
+    pub new: Option<VmName>,
+    /// Have its disks begin as they were at this snapshot
+    #[arg(long, value_name = "NAME", requires = "new")]
+    pub snapshot: Option<SnapshotName>,
+    /// Start the clone once it is there
+    #[arg(long, requires = "new")]
+    pub start: bool,
+    /// Call off what is under way
+    #[arg(long)]
+    pub cancel: bool,
 }
 
 /// Which disks go where.

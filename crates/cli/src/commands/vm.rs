@@ -24,6 +24,7 @@ use std::fmt::Display;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+mod cloned;
 mod disk_bar;
 mod move_disk;
 mod snapshot;
@@ -61,10 +62,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             let resume = async |client: &ControllerClient| client.resume(&vm).await;
             order(&vm, resume, global, output).await
         }
-        VmCommand::Delete { vm } => {
-            let delete = async |client: &ControllerClient| client.delete_vm(&vm).await;
-            order(&vm, delete, global, output).await
-        }
+        VmCommand::Delete { vm } => delete(&vm, global, output).await,
         VmCommand::ForgetRecord { vm, yes } => site::forget_record(&vm, yes, global, output).await,
         VmCommand::Resolve {
             vm,
@@ -94,6 +92,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
         VmCommand::ResizeDisk(arguments) => resize_disk(arguments, global, output).await,
         VmCommand::LimitDisk(arguments) => limit_disk(arguments, global, output).await,
+        VmCommand::Clone(arguments) => cloned::clone_vm(arguments, global, output).await,
         VmCommand::Snapshot(command) => snapshot::snapshot(command, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {
@@ -111,6 +110,11 @@ async fn order(
 ) -> CommandResult {
     let client = controller(global)?;
     told(saying(of_vm(&client, vm), ordered(&client)).await, output)
+}
+
+async fn delete(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
+    let delete = async |client: &ControllerClient| client.delete_vm(vm).await;
+    order(vm, delete, global, output).await
 }
 
 async fn resize_disk(arguments: VmResizeDisk, global: &Global, output: &Output) -> CommandResult {

@@ -4,6 +4,7 @@
 //! together.
 
 mod audit;
+mod clones;
 mod drains;
 mod events;
 mod hosts;
@@ -63,6 +64,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(snapshots::list, snapshots::take))
         .routes(routes!(snapshots::revert))
         .routes(routes!(snapshots::delete))
+        .routes(routes!(clones::begin, clones::show, clones::cancel))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

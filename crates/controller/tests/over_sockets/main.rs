@@ -5,6 +5,7 @@ mod alarms;
 mod audit;
 mod bounds;
 mod certificates;
+mod clones;
 mod console;
 mod drains;
 mod hostile;

@@ -1,5 +1,6 @@
 //! A file with a volatile cache, in sectors that are never torn: what is read is what was written last, and a power cut leaves of each sector
-//! any of what it was since it was made durable last.
+//! any of what it was since it was made durable last. A sync that fails is told once: what it was to make durable is read as before, and no later
+//! sync makes it durable.
 //!
 //! Owned by the [`World`](super::World). Refuses nothing.
 
@@ -9,8 +10,26 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub struct File<T> {
     now: u64,
-    /// What is durable, and what was written since, each with its time. A sector that is not here was never written.
-    sectors: BTreeMap<u64, Vec<(u64, T)>>,
+    /// What is durable, and what was written since. A sector that is not here was never written.
+    sectors: BTreeMap<u64, Vec<Written<T>>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Written<T> {
+    at: u64,
+    value: T,
+    /// The storage counts it as durable, and it is not.
+    is_lost: bool,
+}
+
+impl<T> Written<T> {
+    fn at(at: u64, value: T) -> Self {
+        Self {
+            at,
+            value,
+            is_lost: false,
+        }
+    }
 }
 
 impl<T: Copy + Default + PartialEq> File<T> {
@@ -23,14 +42,14 @@ impl<T: Copy + Default + PartialEq> File<T> {
 
     pub fn read(&self, sector: u64) -> T {
         let all = self.sectors.get(&sector).and_then(|all| all.last());
-        all.map_or(T::default(), |last| last.1)
+        all.map_or(T::default(), |last| last.value)
     }
 
     pub fn write(&mut self, sector: u64, value: T) {
         self.now += 1;
-        let nothing = || vec![(0, T::default())];
+        let nothing = || vec![Written::at(0, T::default())];
         let all = self.sectors.entry(sector).or_insert_with(nothing);
-        all.push((self.now, value));
+        all.push(Written::at(self.now, value));
     }
 
     /// What was written before this becomes durable by a sync that begins now.
@@ -38,18 +57,26 @@ impl<T: Copy + Default + PartialEq> File<T> {
         self.now
     }
 
-    /// It may have been less, if it failed.
     pub fn end_sync(&mut self, began: u64) {
         for all in self.sectors.values_mut() {
-            let durable = all.iter().rposition(|(at, _)| *at <= began);
+            let durable = all.iter().rposition(|one| one.at <= began && !one.is_lost);
             all.drain(..durable.unwrap_or(0));
+        }
+    }
+
+    /// A sync that began then fails.
+    pub fn fail_sync(&mut self, began: u64) {
+        for all in self.sectors.values_mut() {
+            for one in all.iter_mut().skip(1).filter(|one| one.at <= began) {
+                one.is_lost = true;
+            }
         }
     }
 
     /// What was written with this value is durable.
     pub fn is_durable(&mut self, value: T) {
         for all in self.sectors.values_mut() {
-            let durable = all.iter().rposition(|(_, written)| *written == value);
+            let durable = all.iter().rposition(|one| one.value == value);
             all.drain(..durable.unwrap_or(0));
         }
     }
@@ -63,7 +90,7 @@ impl<T: Copy + Default + PartialEq> File<T> {
                 _ => numbers.below(all.len() as u64) as usize,
             };
             lost += u64::from(kept + 1 < all.len());
-            *all = vec![(0, all[kept].1)];
+            *all = vec![Written::at(0, all[kept].value)];
         }
         lost
     }

@@ -80,6 +80,8 @@ pub struct World {
     last: u64,
     /// Of a hundred ends so many fail.
     fails: u64,
+    /// A sync has failed, as a map says that outlives the process.
+    is_lost: bool,
     #[cfg(feature = "planted-faults")]
     plant: Option<godwit_delta::Plant>,
 }
@@ -114,6 +116,7 @@ impl World {
             guest: Guest::default(),
             last: 1000,
             fails,
+            is_lost: false,
             #[cfg(feature = "planted-faults")]
             plant: None,
         };
@@ -305,9 +308,14 @@ impl World {
             }
             Io::Sync(began) => {
                 self.counts.failed_syncs += u64::from(fails);
-                if !fails {
-                    self.data.end_sync(began >> 32);
-                    self.tables.end_sync(began & 0xffff_ffff);
+                let (data, tables) = (began >> 32, began & 0xffff_ffff);
+                if fails {
+                    self.data.fail_sync(data);
+                    self.tables.fail_sync(tables);
+                    self.is_lost = true;
+                } else {
+                    self.data.end_sync(data);
+                    self.tables.end_sync(tables);
                 }
                 self.overlay.synced(!fails)
             }
@@ -402,6 +410,7 @@ impl World {
         self.counts.lost_sectors += self.data.lose_power(&mut self.numbers);
         self.counts.lost_sectors += self.tables.lose_power(&mut self.numbers);
         self.map = self.said_by_tables()?;
+        self.is_lost = false;
         self.open();
         self.look(true)?;
         let sectors = self.near_sectors();
@@ -437,12 +446,22 @@ impl World {
         #[cfg(feature = "planted-faults")]
         if let Some(plant) = self.plant {
             self.overlay.plant(plant);
+            if plant == godwit_delta::Plant::LossForgotten {
+                return;
+            }
+        }
+        if self.is_lost {
+            self.overlay.lose();
         }
     }
 
-    /// Nothing more goes wrong, and everything ends; then a delta is complete by its tables alone.
+    /// Nothing more goes wrong, and everything ends; then a delta is complete by its tables alone. One that may have lost something is only after
+    /// its guest was started anew.
     pub fn end(mut self) -> Result<Counts, String> {
         self.fails = 0;
+        if self.is_lost {
+            self.lose_power()?;
+        }
         for _ in 0..10_000 {
             self.work()?;
         }

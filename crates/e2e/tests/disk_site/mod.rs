@@ -13,10 +13,10 @@ use godwit_types::MigrationId;
 use godwit_types::disk_move::{DiskMove, DiskMoves, DiskPlace, Method};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome};
-use godwit_types::vm::Accelerator;
+use godwit_types::vm::{Accelerator, UIDS};
 use std::fs::{File, Permissions};
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -50,6 +50,11 @@ impl Site {
         Self::booted(Self::on_the_machine, false)
     }
 
+    /// A guest that does what it is told to ([`obedient`]), with these disks on storage of the machine.
+    pub fn local_of(disks: &[&str]) -> Result<Self> {
+        Self::obedient_of(Self::on_the_machine, disks)
+    }
+
     fn on_the_machine(accelerator: Accelerator, dir: &Path) -> Result<Pair> {
         std::fs::create_dir(dir.join("images"))?;
         std::fs::set_permissions(dir.join("images"), Permissions::from_mode(0o777))?;
@@ -65,7 +70,18 @@ impl Site {
         pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
         shared: bool,
     ) -> Result<Self> {
-        Self::of_disks(pair, shared, &["root"], &boot_disk::sector()?)
+        Self::of_disks(pair, shared, (&["root"], None), &boot_disk::sector()?)
+    }
+
+    /// As [`Self::local`], of a VM whose QEMU has a user of its own, to whom the disk belongs and nobody else.
+    pub fn of_own_user() -> Result<Self> {
+        let sector = boot_disk::sector()?;
+        Self::of_disks(
+            Self::on_the_machine,
+            false,
+            (&["root"], Some(*UIDS.start())),
+            &sector,
+        )
     }
 
     /// A guest that does what it is told to ([`obedient`]), with these disks, on hosts which share nothing.
@@ -78,13 +94,18 @@ impl Site {
         pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
         disks: &[&str],
     ) -> Result<Self> {
-        Self::of_disks(pair, false, disks, &obedient::sector(disks.len() as u8)?)
+        Self::of_disks(
+            pair,
+            false,
+            (disks, None),
+            &obedient::sector(disks.len() as u8)?,
+        )
     }
 
     fn of_disks(
         pair: impl FnOnce(Accelerator, &Path) -> Result<Pair>,
         shared: bool,
-        disks: &[&str],
+        (disks, uid): (&[&str], Option<u32>),
         sector: &[u8],
     ) -> Result<Self> {
         // On a disk, and where QEMU's user comes to.
@@ -105,9 +126,12 @@ impl Site {
             }
             file.write_all_at(&tail(number), 8192)?;
             file.write_all_at(&[7; 512], BYTES - 512)?;
-            std::fs::set_permissions(&image, Permissions::from_mode(0o666))?;
+            let mode = if uid.is_some() { 0o600 } else { 0o666 };
+            std::fs::set_permissions(&image, Permissions::from_mode(mode))?;
+            chown(&image, uid, uid)?;
         }
         let mut spec = vm_with_disk(pair.dir(), paths.first().context("a disk")?, shared)?;
+        spec.uid = uid;
         for (name, path) in disks.iter().zip(&paths).skip(1) {
             spec.disks.push(disk(name, path, shared)?);
         }

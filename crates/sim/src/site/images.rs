@@ -179,21 +179,7 @@ impl Site {
             }
         };
         if self.strikes(SiteFault::ImageUnwritten, WRITE_FAILS) {
-            let is_written = self.rng.chance(500);
-            if is_written {
-                let stored = &mut self.images[vm].stored;
-                stored.record = Some(record);
-                stored.is_let_go = false;
-            }
-            return match self.plant.opens_unwritten_image() {
-                true => Ok(()),
-                false => {
-                    if is_written {
-                        self.counts_opening(at, vm, anew);
-                    }
-                    Err(Closed::Unwritten)
-                }
-            };
+            return self.claim_unwritten(at, vm, (record, anew));
         }
         let image = &mut self.images[vm];
         // The record is taken before the lock is waited for.
@@ -209,6 +195,28 @@ impl Site {
         }
         self.coverage.images[0] += 1;
         Ok(())
+    }
+
+    /// The record is written, or not, and its host hears of a failure.
+    fn claim_unwritten(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (record, anew): (ImageRecord, bool),
+    ) -> Result<(), Closed> {
+        let is_written = self.rng.chance(500);
+        if is_written {
+            let stored = &mut self.images[vm].stored;
+            stored.record = Some(record);
+            stored.is_let_go = false;
+        }
+        if self.plant.opens_unwritten_image() {
+            return Ok(());
+        }
+        if is_written {
+            self.counts_opening(at, vm, anew);
+        }
+        Err(Closed::Unwritten)
     }
 
     /// No host calls an image an older one that nobody put back, but where somebody told lies.

@@ -92,6 +92,24 @@ pub fn by_tenths(done: &[Done], from_s: f64, to_s: f64) -> Vec<f64> {
     counts
 }
 
+/// How long writes took on average that were answered in each tenth of a second of a span; none where none was.
+pub fn write_ms_by_tenths(done: &[Done], from_s: f64, to_s: f64) -> Vec<Option<f64>> {
+    let tenths = ((to_s - from_s).max(0.0) * 10.0).ceil() as usize;
+    let mut sums = vec![(0.0, 0_u32); tenths];
+    for one in between(done, from_s, to_s)
+        .iter()
+        .filter(|one| one.is_write)
+    {
+        if let Some((sum, count)) = sums.get_mut(((one.at_s - from_s) * 10.0) as usize) {
+            *sum += one.took_ms;
+            *count += 1;
+        }
+    }
+    let means = sums.into_iter();
+    let mean = |(sum, count): (f64, u32)| (count > 0).then(|| sum / f64::from(count));
+    means.map(mean).collect()
+}
+
 /// Answers come in the order of their moments.
 fn between(done: &[Done], from_s: f64, to_s: f64) -> &[Done] {
     let first = done.partition_point(|one| one.at_s < from_s);
@@ -139,6 +157,7 @@ mod tests {
         assert_eq!((write.longest_ms, figures.longest_ms), (3.0, 3.0));
         assert!((figures.stall_ms - 500.0).abs() < 1e-6, "{figures:?}");
         assert_eq!(by_tenths(&all, 1.0, 1.2), [10.0, 10.0]);
+        assert_eq!(write_ms_by_tenths(&all, 1.0, 1.2), [Some(1.0), None]);
     }
 
     #[test]

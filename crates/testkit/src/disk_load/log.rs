@@ -42,6 +42,8 @@ pub struct Log {
     durable: Vec<u64>,
     /// The later ones, by their blocks; none where nobody needs them.
     later: Option<HashMap<u64, Vec<u64>>>,
+    /// How often each block was written, by acknowledged writes.
+    times: Vec<u32>,
     last: u64,
     writes: u64,
     /// Writes that had been acknowledged when the last acknowledged flush began.
@@ -93,6 +95,7 @@ impl Log {
             open: HashMap::new(),
             durable: vec![0; blocks as usize],
             later: None,
+            times: vec![0; blocks as usize],
             last: 0,
             writes: 0,
             flushed: 0,
@@ -123,6 +126,12 @@ impl Log {
         self.flushed
     }
 
+    /// Blocks of which a write was acknowledged.
+    pub fn written_blocks(&self) -> u64 {
+        let written = self.acknowledged.iter().filter(|last| **last != 0);
+        written.count() as u64
+    }
+
     /// A write of this block begins; returns its number.
     pub fn begin(&mut self, block: u64) -> u64 {
         self.last += 1;
@@ -139,7 +148,15 @@ impl Log {
         if let (Some(number), Some(last)) = (number, self.acknowledged.get_mut(block as usize)) {
             *last = number;
             self.writes += 1;
+            if let Some(times) = self.times.get_mut(block as usize) {
+                *times += 1;
+            }
         }
+    }
+
+    /// How often each block was written, in the order of the disk.
+    pub fn times_written(&self) -> &[u32] {
+        &self.times
     }
 
     /// What a flush covers that begins now.
@@ -339,6 +356,8 @@ mod tests {
         let findings = log.check(&image).unwrap();
         assert!(findings.is_equal(), "{findings:?}");
         assert_eq!((findings.blocks, log.writes()), (300, 4));
+        let times = log.times_written();
+        assert_eq!((times.len(), times[7], times[8]), (300, 2, 0));
     }
 
     #[test]

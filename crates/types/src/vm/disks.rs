@@ -31,6 +31,10 @@ pub struct DiskSpec {
     /// Raw or qcow2 image on the host that `path` is made from before the VM starts, unless it is there already. Gone once it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
+    /// Whether it begins as `from`, which is never copied: `path` has what its guest writes, and what it has not written is read there. Gone once it is
+    /// made.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub linked: bool,
     /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_gib: Option<u64>,
@@ -54,6 +58,7 @@ impl DiskSpec {
             read_only: false,
             shared: false,
             from: None,
+            linked: false,
             size_gib: None,
             on_full: OnFull::default(),
             on_error: OnError::default(),
@@ -205,6 +210,7 @@ impl VmSpec {
             disk if !disk.on_full.waits() => Some((disk, "on_full = \"error\"")),
             disk if !disk.on_error.fails() => Some((disk, "on_error = \"wait\"")),
             disk if !disk.limits.are_none() => Some((disk, "limits")),
+            disk if disk.linked => Some((disk, "linked = true")),
             _ => None,
         });
         match chosen {

@@ -1,9 +1,10 @@
 //! Disks that are to be made before their VM starts: from another image, or empty.
 //!
-//! Pure, owns nothing. `from` and `size_gib` say how a disk begins, and are gone from the description once it has begun. Refuses:
-//! sizes out of bounds, a disk that is made from itself, and an empty disk that can only be read.
+//! Pure, owns nothing. `from`, `linked` and `size_gib` say how a disk begins, and are gone from the description once it has begun. Refuses:
+//! sizes out of bounds, a disk that is made from itself, an empty disk that can only be read, and one that is linked to nothing.
 
 use super::{DiskSpec, InvalidVm, VmSpec, check_path};
+use crate::datastore::is_device_path;
 
 /// Largest disk that is made, GiB (64 TiB).
 pub const DISK_GIB_MAX: u64 = 64 << 10;
@@ -50,6 +51,9 @@ impl DiskSpec {
                 "size_gib = {gib} is out of range: use 1 to {DISK_GIB_MAX}"
             ));
         }
+        if self.linked {
+            self.check_linking().or_else(wrong)?;
+        }
         match &self.from {
             Some(from) if *from == self.path => {
                 wrong("`from` and `path` are the same file: give its own image another path".into())
@@ -63,6 +67,27 @@ impl DiskSpec {
     }
 }
 
+impl DiskSpec {
+    fn check_linking(&self) -> Result<(), String> {
+        let why = match &self.from {
+            None => "`linked` says that it begins as the image in `from`, and that is not given",
+            Some(_) if self.read_only => {
+                "one that its guest only reads is not linked: give the image itself as its path"
+            }
+            Some(_) if is_device_path(&self.path) => {
+                "beside a block device there is no place for what its guest writes over another image: give it a path in a directory, or leave out `linked`"
+            }
+            Some(_) => return Ok(()),
+        };
+        Err(why.to_owned())
+    }
+
+    /// Whatever it was made from.
+    fn is_made(&mut self) {
+        (self.from, self.linked, self.size_gib) = (None, false, None);
+    }
+}
+
 impl VmSpec {
     /// Disks whose images are still to be made.
     pub fn disks_to_make(&self) -> impl Iterator<Item = &DiskSpec> {
@@ -71,9 +96,7 @@ impl VmSpec {
 
     /// The description once all its disks are made.
     pub fn with_disks_made(mut self) -> Self {
-        for disk in &mut self.disks {
-            (disk.from, disk.size_gib) = (None, None);
-        }
+        self.disks.iter_mut().for_each(DiskSpec::is_made);
         self
     }
 
@@ -94,7 +117,7 @@ impl VmSpec {
                     "disk '{name}' of VM '{vm}' is made, and is {now} now: write that as its path; for another disk at {path} give it another name, or leave out `from` and `size_gib`"
                 )));
             }
-            (disk.from, disk.size_gib) = (None, None);
+            disk.is_made();
         }
         Ok(self)
     }
@@ -147,6 +170,29 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_is_called_linked_until_it_is_made_and_on_hardware_that_has_such() {
+        let mut vm = described("from = \"/d/base.raw\"\nlinked = true\n").unwrap();
+        let written = serde_json::to_string(&vm).unwrap();
+        assert!(written.contains("\"linked\":true"), "{written}");
+        let made = vm.clone().with_disks_made();
+        let known = vm.clone().with_disks_known(&made).unwrap();
+        assert!(!made.disks[0].linked && known == made);
+        let written = serde_json::to_string(&made).unwrap();
+        assert!(
+            !written.contains("linked"),
+            "older hosts do not know it: {written}"
+        );
+        let plain = described("from = \"/d/base.raw\"\n").unwrap();
+        assert!(
+            !serde_json::to_string(&plain).unwrap().contains("linked"),
+            "older hosts do not know it"
+        );
+        vm.set_hardware(None);
+        let refused = vm.check_boots().unwrap_err().to_string();
+        assert!(refused.contains("linked = true"), "{refused}");
+    }
+
+    #[test]
     fn what_makes_no_disk_is_refused() {
         for (lines, told) in [
             ("size_gib = 0\n", "out of range"),
@@ -155,6 +201,11 @@ mod tests {
             ("from = \"base\"\n", "disk from"),
             ("from = \"/d/\\u001b\"\n", "control character"),
             ("size_gib = 1\nread_only = true\n", "of no use"),
+            ("linked = true\n", "is not given"),
+            (
+                "from = \"/d/base\"\nlinked = true\nread_only = true\n",
+                "the image itself",
+            ),
         ] {
             let refusal = described(lines).unwrap_err().to_string();
             assert!(refusal.contains(told), "{lines}: {refusal}");

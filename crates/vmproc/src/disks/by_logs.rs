@@ -20,7 +20,7 @@ use godwit_blockio::filters::{Pace, WaitTimes};
 use godwit_blockio::{Arriving, Frozen, Image};
 use godwit_qemu::disk::identity_of;
 use godwit_redo::{Redo, Step, Work};
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, Kind};
 use godwit_types::bytes_per_s;
 use godwit_types::disk_move::{DiskIteration, RedoLogs};
 use godwit_types::vm::{DiskSpec, room_for_images};
@@ -191,8 +191,9 @@ impl ByLogs<'_> {
     }
 
     /// Bytes that an image of it takes.
-    fn bytes_of(&self, name: &str) -> u64 {
-        self.place.get().bytes_of(&self.images, name)
+    fn bytes_of(&self, name: &str) -> Result<u64, Stopped> {
+        let bytes = self.place.get().bytes_of(&self.images, name);
+        Ok(bytes.ok_or("how much one of its redo logs holds cannot be told")?)
     }
 
     fn begin(&self) -> Began {
@@ -246,15 +247,14 @@ impl ByLogs<'_> {
             bytes: copied.bytes,
             seconds: began.at.elapsed().as_secs_f64(),
         };
-        self.ended(&began, work, copied.bytes);
-        Ok(())
+        self.ended(&began, work, copied.bytes)
     }
 
     /// Brings a log that is frozen into the copy.
     fn consolidate(&mut self, log: u32) -> Result<(), Stopped> {
         let name = log_of(&self.images, log);
         let name = name.ok_or("one of its redo logs is not described any more")?;
-        let (bytes, began) = (self.bytes_of(&name), self.begin());
+        let (bytes, began) = (self.bytes_of(&name)?, self.begin());
         let copied = self.merge(&name, None)?;
         let copied = copied.ok_or("one of its redo logs was not consolidated to its end")?;
         reached("redo.consolidated");
@@ -262,13 +262,12 @@ impl ByLogs<'_> {
             bytes,
             seconds: began.at.elapsed().as_secs_f64(),
         };
-        self.ended(&began, work, copied);
-        Ok(())
+        self.ended(&began, work, copied)
     }
 
     /// Notes what a step came to, and has what follows decided.
-    fn ended(&mut self, began: &Began, work: Work, copied: u64) {
-        let top = self.bytes_of(&self.images.top);
+    fn ended(&mut self, began: &Began, work: Work, copied: u64) -> Result<(), Stopped> {
+        let top = self.bytes_of(&self.images.top)?;
         self.redo.ended(work, top);
         self.iterations.push(DiskIteration {
             number: self.iterations.len() as u32 + 1,
@@ -282,6 +281,7 @@ impl ByLogs<'_> {
             self.slow(began, part);
         }
         self.tell();
+        Ok(())
     }
 
     /// Its guest writes as fast as its logs are consolidated, and is slowed to this part of what it has done since.
@@ -305,7 +305,7 @@ impl ByLogs<'_> {
     /// that took too long.
     fn merge(&mut self, name: &str, until: Option<Instant>) -> Result<Option<u64>, Stopped> {
         let from = self.place.get().open_unlocked(&self.images, name)?;
-        let (copy, bytes) = (self.copy.try_clone()?, self.bytes_of(name));
+        let (copy, bytes) = (self.copy.try_clone()?, self.bytes_of(name)?);
         let (mut before, mut stopped) = (0, None);
         let into = Target::Raw(copy.as_fd(), self.bytes);
         let merged = merge_images(&from, into, false, |done| {
@@ -374,8 +374,8 @@ impl ByLogs<'_> {
     /// How far it is, for whoever asks.
     fn tell(&mut self) {
         let logs = self.images.images.iter();
-        let logs = logs.filter(|(_, image)| image.id.is_some());
-        let logs: u64 = logs.map(|(name, _)| self.bytes_of(name)).sum();
+        let logs = logs.filter(|(_, image)| image.kind == Kind::Delta);
+        let logs: u64 = logs.filter_map(|(name, _)| self.bytes_of(name).ok()).sum();
         let copy = fstat(&self.copy).map_or(0, |found| {
             u64::try_from(found.st_blocks)
                 .unwrap_or(0)

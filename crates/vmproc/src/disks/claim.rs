@@ -7,7 +7,7 @@
 
 use super::former::Former;
 use super::kept::{is_kept, said_of_another};
-use super::layers::has_layers;
+use super::layers::has_layers_here;
 use super::served::{Served, ServedDisks};
 use super::{LOCK_WAIT, lock_name};
 use crate::adoption::lock;
@@ -17,6 +17,7 @@ use godwit_blockio::{Image, holder, label};
 use godwit_ownership::{ImageClaim, ImageRecord, ImageRefusal};
 use godwit_qemu::device::{is_in_use, is_used};
 use godwit_qemu::disk::identity_of;
+use godwit_qemu::parent::{is_not_written, is_parent};
 use godwit_qemu::rights::as_user;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
@@ -173,6 +174,22 @@ impl Served {
         )))
     }
 
+    /// Refuses to write what linked disks begin as. It may bear their mark since it was opened; from its lock on it does not get one.
+    pub(super) fn must_not_be_parent(
+        &self,
+        spec: &DiskSpec,
+        image: &Image,
+    ) -> Result<(), ApiError> {
+        if spec.read_only {
+            return Ok(());
+        }
+        let is_parent = self.as_opener(|| is_parent(image.as_fd()).map_err(io::Error::from));
+        match is_parent.map_err(|error| self.refused(spec, &error))? {
+            false => Ok(()),
+            true => Err(self.refused(spec, &is_not_written(image.path()))),
+        }
+    }
+
     /// A disk's image when its VM is to come from another host: what is known of it from now on. One on shared storage must be the
     /// one that the other host has, and no file of the same name, and this host must be able to take it.
     pub(super) fn expect(
@@ -249,7 +266,7 @@ impl Served {
             known: known.as_ref(),
             anew: taking == Taking::Anew,
             fresh: &fresh,
-            layered: lock(&self.layered).contains(&spec.name) || has_layers(&spec.path),
+            layered: lock(&self.layered).contains(&spec.name) || has_layers_here(&spec.path),
         }))
     }
 

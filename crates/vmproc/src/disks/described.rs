@@ -13,8 +13,9 @@
 //! written or that contradict themselves, storage that keeps no marks, and disks on block devices.
 
 use super::claim::Denied;
-use super::layers::Place;
+use super::layers::{Place, random_number};
 use super::served::open_file;
+use godwit_qemu::rights::as_user;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Image, Images, Kind};
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of, remove_document, save_json, sync_document};
@@ -23,7 +24,7 @@ use godwit_types::snapshots::{
     LAYERED_BEGUN as BEGUN, LAYERED_MARK as MARK, LAYERED_MARK_MAX as MARK_LEN_MAX, description_of,
 };
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr, fsync};
+use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr, fstat, fsync};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _};
@@ -105,7 +106,7 @@ fn judge(mark: &Mark, described: Option<&str>) -> Result<bool, String> {
         (Mark::Nothing | Mark::Begun(_), None) => Ok(false),
         (mark, Some(number)) if mark.is_of(number) => Ok(true),
         (Mark::Bound(_), None) => Err(format!(
-            "is a part of its disk, which has snapshots, and its description, the file of the same name with '.images' behind it, is gone, which says what else belongs to it: put that file back (or, if all that came after the first snapshot may be lost, 'setfattr -x {MARK}' lets the image be all of its disk)"
+            "is a part of its disk, which has snapshots or is linked to another image, and its description, the file of the same name with '.images' behind it, is gone, which says what else belongs to it: put that file back (or, if it was not linked, and all that came after the first snapshot may be lost, 'setfattr -x {MARK}' lets the image be all of its disk)"
         )),
         (_, Some(_)) => Err(
             "is another image than the one whose snapshots are described beside it, in the file of the same name with '.images' behind it: put back what belongs together, or, if this image is all of its disk, move that file away"
@@ -126,7 +127,13 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
     Ok(Mark::parse(&String::from_utf8_lossy(text)))
 }
 
-/// Durably.
+/// Whether an image bears the number of this description.
+pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bool, String> {
+    let mark = mark_of(image).map_err(|error| error.to_string())?;
+    Ok(mark.is_of(&images.mark))
+}
+
+/// Has the image bear it, durably, whatever it said before.
 fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
     let text = match mark {
         Mark::Nothing => return Ok(()),
@@ -147,13 +154,22 @@ fn bear(image: BorrowedFd<'_>, mark: &Mark) -> Result<(), NotDone> {
 }
 
 impl Place<'_> {
-    /// What the disk consists of, where that is more than its own image.
-    pub fn load(&self) -> Result<Option<Images>, String> {
+    /// What the disk consists of; of one that is no more than its own image it is made up.
+    pub fn load(&self) -> Result<Images, String> {
         if is_device_path(&self.spec.path) {
-            return Ok(None);
+            return self.of_one(0);
         }
         let image = self.open_own(true)?;
-        self.load_of(image.as_fd())
+        if let Some(images) = self.load_of(image.as_fd())? {
+            return Ok(images);
+        }
+        let found = image.metadata().map_err(|error| error.to_string())?;
+        self.of_one(found.len())
+    }
+
+    fn of_one(&self, bytes: u64) -> Result<Images, String> {
+        let name = self.file_name()?;
+        Ok(Images::of_one(name, bytes, &random_number()?))
     }
 
     /// The same of the disk's own image, which is open.
@@ -162,7 +178,9 @@ impl Place<'_> {
             return Ok(None);
         }
         let at = description_of(self.path());
-        let (mark, found) = self.as_opener(|| Ok((mark_of(image)?, self.read(&at)?)))?;
+        // Nobody but the image's own user may read the one, and perhaps nobody but the common one the other.
+        let mark = self.as_opener(|| mark_of(image))?;
+        let found = self.as_opener(|| self.read(image, &at))?;
         let told = |why: String| format!("{}: {why}", at.display());
         if let Some(images) = &found {
             images.check().map_err(told)?;
@@ -175,7 +193,10 @@ impl Place<'_> {
         };
         let own = self.file_name()?;
         let is_own = |image: &Image| image.kind == Kind::Raw && !image.common;
-        match images.images.get(own).is_some_and(is_own) {
+        let described = images.images.get(own);
+        // In that of a linked disk is nothing.
+        let is_linked = described.is_none() && images.common().is_some();
+        match is_linked || described.is_some_and(is_own) {
             true => Ok(Some(images)),
             false => Err(told(format!(
                 "the disk's own image {own} is not described as one"
@@ -184,7 +205,7 @@ impl Place<'_> {
     }
 
     /// What is judged is what is read: it is opened once.
-    fn read(&self, at: &Path) -> Result<Option<Images>, NotDone> {
+    fn read(&self, image: BorrowedFd<'_>, at: &Path) -> Result<Option<Images>, NotDone> {
         let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(at);
@@ -192,7 +213,7 @@ impl Place<'_> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             opened => opened?,
         };
-        self.must_be_ours(at, &file.metadata()?)?;
+        self.must_be_ours((image, at), &file.metadata()?)?;
         let mut content = Vec::new();
         file.take(DOCUMENT_BYTES_MAX + 1)
             .read_to_end(&mut content)?;
@@ -200,17 +221,34 @@ impl Place<'_> {
     }
 
     /// Whoever may write it decides what the guest's disk is.
-    fn must_be_ours(&self, at: &Path, found: &std::fs::Metadata) -> Result<(), NotDone> {
-        let by_us = [0, self.config.qemu_uid].contains(&found.uid());
+    fn must_be_ours(
+        &self,
+        (image, at): (BorrowedFd<'_>, &Path),
+        found: &std::fs::Metadata,
+    ) -> Result<(), NotDone> {
+        let writer = self.writer(image)?.uid;
+        let by_us = [0, writer].contains(&found.uid());
         let for_us = found.mode() & 0o022 == 0;
         match found.is_file() && by_us && for_us {
             true => Ok(()),
             false => Err(NotDone::Why(format!(
-                "{} is no file of root or of user {} that nobody else may write: see who has put it there",
-                at.display(),
-                self.config.qemu_uid
+                "{} is no file of root or of user {writer} that nobody else may write: see who has put it there",
+                at.display()
             ))),
         }
+    }
+
+    /// Who writes the description: the image's own user where it belongs to the VM's, so that nobody says what it is who may not write it; else the
+    /// hosts' common one.
+    fn writer(&self, image: BorrowedFd<'_>) -> io::Result<User> {
+        let owner = fstat(image)?.st_uid;
+        Ok(match owner == self.owner.uid {
+            true => self.owner,
+            false => User {
+                uid: self.config.qemu_uid,
+                ..self.owner
+            },
+        })
     }
 
     /// Has the image say that a description of this number may be written, durably; nothing where it does already.
@@ -237,10 +275,15 @@ impl Place<'_> {
         let image = image.as_fd();
         if images.is_one_raw() {
             self.as_opener(|| bear(image, &Mark::Begun(images.mark.clone())))?;
-            return self.as_common(|| remove_document(&at).map_err(not_done));
+            // While the description is there whoever dies here leaves somebody who does it again.
+            if let Err(why) = self.forget_own_descriptor() {
+                let disk = &self.spec.name;
+                tracing::info!(disk, why, "a descriptor that is not needed stays");
+            }
+            return self.as_writer(image, || remove_document(&at).map_err(not_done));
         }
         self.as_opener(|| self.begin_on(image, images))?;
-        self.as_common(|| save_json(&at, images).map_err(not_done))?;
+        self.as_writer(image, || save_json(&at, images).map_err(not_done))?;
         self.bind(image, images);
         Ok(())
     }
@@ -248,7 +291,7 @@ impl Place<'_> {
     /// Makes what was found durable before anybody acts on it: whoever wrote it may have died before it was.
     pub fn confirm(&self, image: BorrowedFd<'_>, images: &Images) -> Result<(), String> {
         let at = description_of(self.path());
-        self.as_common(|| sync_document(&at).map_err(not_done))?;
+        self.as_opener(|| sync_document(&at).map_err(not_done))?;
         self.bind(image, images);
         Ok(())
     }
@@ -266,24 +309,35 @@ impl Place<'_> {
         }
     }
 
-    fn open_own(&self, read_only: bool) -> Result<File, String> {
+    pub(super) fn open_own(&self, read_only: bool) -> Result<File, String> {
         let spec = DiskSpec {
             read_only,
             ..self.spec.clone()
         };
-        open_file(self.config, &spec, self.owner).map_err(|error| error.message)
+        let file = open_file(self.config, &spec, self.owner).map_err(|error| error.message)?;
+        let found = fstat(&file).map_err(|error| error.to_string())?;
+        match self
+            .image
+            .is_none_or(|image| image == (found.st_dev, found.st_ino))
+        {
+            true => Ok(file),
+            false => Err(format!(
+                "{} is another file by now than the image that is in use: see who may write into its directory",
+                self.spec.path
+            )),
+        }
     }
 
-    /// Descriptions are of the hosts' common user, whoever has the image.
-    pub(super) fn as_common<R: Send>(
+    /// With the rights of whoever writes the description of this image, and no others.
+    fn as_writer<R: Send>(
         &self,
+        image: BorrowedFd<'_>,
         work: impl Fn() -> Result<R, NotDone> + Sync,
     ) -> Result<R, String> {
-        let owner = User {
-            uid: self.config.qemu_uid,
-            ..self.owner
-        };
-        Place { owner, ..*self }.as_opener(work)
+        let writer = self.writer(image).map_err(|error| error.to_string())?;
+        let done = as_user(writer.uid, self.config.qemu_gid, || Ok(work()));
+        let done = done.map_err(|errno| io::Error::from(errno).to_string())?;
+        done.map_err(|error| error.to_string())
     }
 }
 

@@ -22,7 +22,7 @@ pub(super) fn must_be_raw(image: &File, path: &str) -> Result<(), String> {
     let length = image.read_at(head.bytes_mut(), 0).unwrap_or_default();
     match format_of(head.bytes().get(..length).unwrap_or_default()) {
         Ok(Format::Raw) => Ok(()),
-        Ok(Format::Qcow2 { .. }) => Err(format!(
+        Ok(Format::Qcow2(_)) => Err(format!(
             "the image {path} is no raw image but a qcow2 one: give the disk another path, and `from = \"{path}\"` if it is to begin with what that one holds"
         )),
         Err(why) => Err(format!("the image {path} is no raw image: {why}")),

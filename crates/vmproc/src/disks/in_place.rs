@@ -10,7 +10,7 @@
 use super::claim::Taking;
 use super::history;
 use super::labelled::name_in;
-use super::layers::{has_layers, has_snapshots};
+use super::layers::has_snapshots;
 use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::redo::must_take_logs;
@@ -210,8 +210,7 @@ impl Served {
         if spec.read_only {
             return Err(self.not_so(&format!("its guest only reads disk '{name}', which is not moved: copy the file, and describe the VM anew while it is off")));
         }
-        if has_layers(&spec.path) {
-            let why = has_snapshots("moved");
+        if let Err(why) = self.must_be_copied_whole(spec, place.method) {
             return Err(self.not_so(&format!("its disk '{name}' is not moved: {why}")));
         }
         if spec.path == place.path {
@@ -225,6 +224,22 @@ impl Served {
             method: place.method,
             ..DiskMove::planned(name, &spec.path, &place.path)
         })
+    }
+
+    /// Of a linked disk all that its guest reads is copied: it is one image then. Returns whether it is one.
+    pub(super) fn must_be_copied_whole(
+        &self,
+        spec: &DiskSpec,
+        method: Method,
+    ) -> Result<bool, String> {
+        match self.may_have_layers(spec) {
+            false => Ok(false),
+            true if !self.is_linked_only(spec) => Err(has_snapshots("moved")),
+            true if method != Method::Mirror => {
+                Err("it is linked to another image, and only the mirror copies all of such a disk: leave out --method".to_owned())
+            }
+            true => Ok(true),
+        }
     }
 
     /// Refuses while some of these are under way, and where the guest may not run.
@@ -393,22 +408,26 @@ impl Served {
         if !disk.status()?.has_image {
             return Err("its image is not this host's now".into());
         }
+        let is_linked = self.must_be_copied_whole(&going.spec, going.place.method)?;
         let bytes = disk.measure()?;
         let image = self.make_second(going, bytes)?;
         let cap = going.place.max_bandwidth_mbit_per_s;
         let cap = cap.map(bytes_per_s);
         let course = Course::at(&Pace::at_most(cap));
         let source = open_disk_image(&going.spec, going.image).ok();
+        // In the own image of a linked disk is nothing.
+        let source = source.filter(|_| !is_linked);
         let former = self.seen_along(&going.spec, going.image);
         let second = SecondImage::of(&image, source, &course)?;
         let by = (going.place.method, &going.place.without[..]);
         let filter = filter_for(by, bytes, second.outlet()?, &course);
         disk.put_lowest(filter, REST_WAIT)?;
         let mirror = Mirror {
-            total: match going.copying.is_on_device() {
+            total: match going.copying.is_on_device() && !planted("device-holes-skipped") {
                 // What is a hole in the first image may be anything there.
-                true if !planted("device-holes-skipped") => begin_copying_all(bytes, &course),
-                _ => begin_copying((&going.spec, going.image), bytes, &course),
+                true => begin_copying_all(bytes, &course),
+                false if is_linked => begin_copying_all(bytes, &course),
+                false => begin_copying((&going.spec, going.image), bytes, &course),
             },
             disk,
             second,
@@ -456,6 +475,7 @@ impl Served {
         );
         self.note_iterations(going, mirror);
         let switched = switched?.ok_or(NOT_KEPT_UP)?;
+        lock(&self.layered).remove(&going.spec.name);
         // A disk that was held for its last blocks was so before it stood still, too.
         let switched = switched.max(mirror.second.course().closed_for());
         self.say_taken(going);

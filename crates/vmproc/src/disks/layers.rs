@@ -1,11 +1,14 @@
 //! What a disk consists of that has snapshots: a description beside its image, and deltas above that.
 //!
-//! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it.
+//! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it. That of a linked
+//! disk holds nothing: in its place the deltas lie over an image that others have, too, which is opened for reading alone and known by the mark that it bears.
 //! What lies over it says `IMAGE.images` ([`super::described`]), on the disk's own storage: so neither a host whose state was put back from an
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
-//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, and disks on block devices.
+//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, another image than the one that a disk is linked to, and disks
+//! on block devices.
 
+use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
 use super::described::{NotDone, not_done};
 use super::images;
@@ -13,19 +16,21 @@ use super::served::{Served, open_file};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::files::Paths;
-use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_empty,
+    Delta, NewDelta, Opening, Outliving, create, describe_over, forget_map, is_empty,
 };
+use godwit_blockio::{Access, Image as DiskImage};
 use godwit_delta::{Id, Parent};
+use godwit_qemu::parent::parent_id;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images};
+use godwit_snapshots::{Common, Fresh, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::description_of;
+use godwit_types::snapshots::{PARENT_MARK, description_of};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
+use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -35,8 +40,6 @@ use std::time::Duration;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// So many names are tried for a new image.
 const NUMBERS_MAX: usize = 64;
-/// By what deltas know a disk's own image: whoever reads a chain compares numbers.
-const OWN_IMAGE: u32 = 0x676f_6477;
 
 /// A disk whose images are looked at, with the rights with which they are opened.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +49,8 @@ pub(super) struct Place<'a> {
     /// Of the VM's QEMU.
     pub owner: User,
     pub spec: &'a DiskSpec,
+    /// Device and inode of the disk's own image, where somebody has it open: what lies under its name later may be another one.
+    pub image: Option<(u64, u64)>,
 }
 
 /// The same for whoever looks later.
@@ -55,6 +60,7 @@ pub(super) struct OwnedPlace {
     paths: Paths,
     owner: User,
     pub spec: DiskSpec,
+    image: Option<(u64, u64)>,
 }
 
 impl OwnedPlace {
@@ -64,6 +70,7 @@ impl OwnedPlace {
             paths: &self.paths,
             owner: self.owner,
             spec: &self.spec,
+            image: self.image,
         }
     }
 }
@@ -71,13 +78,27 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or what is left of deleted ones, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged)"
+        "it has snapshots, or what is left of deleted ones, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 
-/// Whether somebody may be told to have a description beside this image: where its own path says nothing of that.
-pub(super) fn has_layers(path: &str) -> bool {
-    !is_device_path(path) && description_of(Path::new(path)).symlink_metadata().is_ok()
+/// Whether there is a description beside this image, or may be one: only who hears that there is none changes the disk as if it were one image.
+/// `uid`: of the VM's QEMU.
+pub(super) fn has_layers(config: &VmProcessConfig, uid: u32, path: &str) -> bool {
+    let at = description_of(Path::new(path));
+    let found = || as_opener(config, uid, || at.symlink_metadata().map(drop));
+    let is_none = |error: io::Error| error.kind() == io::ErrorKind::NotFound;
+    !is_device_path(path) && !found().is_err_and(is_none)
+}
+
+/// The same for whoever has the rights of the image's opener already.
+pub(super) fn has_layers_here(path: &str) -> bool {
+    let found = description_of(Path::new(path)).symlink_metadata();
+    let is_none = |error: io::Error| {
+        let kind = error.kind();
+        kind == io::ErrorKind::NotFound || kind == io::ErrorKind::PermissionDenied
+    };
+    !is_device_path(path) && !found.is_err_and(is_none)
 }
 
 impl Place<'_> {
@@ -87,6 +108,7 @@ impl Place<'_> {
             paths: self.paths.clone(),
             owner: self.owner,
             spec: self.spec.clone(),
+            image: self.image,
         }
     }
 
@@ -135,8 +157,10 @@ impl Place<'_> {
 
     /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
     pub fn files(&self, images: &Images) -> Vec<PathBuf> {
-        let described = images.images.iter().map(|(name, image)| (name, &image.id));
+        let described = images.images.iter();
+        let described = described.filter(|(_, image)| image.kind == Kind::Delta);
         let deltas = described
+            .map(|(name, image)| (name, &image.id))
             .chain(&images.leaving)
             .filter_map(|(name, id)| Some((name, id.as_deref()?)));
         let mut files = Vec::new();
@@ -183,15 +207,17 @@ impl Place<'_> {
             let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
             return Ok(Parent { cid, hint });
         }
-        let (descriptor, told) = (self.descriptor(images, name), (images.bytes, OWN_IMAGE));
-        self.as_opener(|| match descriptor.symlink_metadata() {
-            Ok(_) => Ok(()),
-            Err(_) => describe_base(&descriptor, name, told)
-                .map(drop)
-                .map_err(not_done),
-        })?;
+        let descriptor = self.descriptor(images, name);
+        self.as_opener(|| beside::describe(&descriptor, name, images.bytes))?;
         let cid = OWN_IMAGE;
         Ok(Parent { cid, hint })
+    }
+
+    /// The disk is one raw image again, which every program reads as it is.
+    pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
+        let name = self.file_name()?;
+        let descriptor = self.path().with_file_name(descriptor_name(name));
+        self.as_opener(|| beside::forget(&descriptor, name))
     }
 
     /// Opens what lies over the disk's own image, from the lowest to the top. `no_guest_lives`: nobody goes on who was told of anything that is
@@ -206,29 +232,159 @@ impl Place<'_> {
         if !self.is_own(&images.top)? {
             deltas.push(self.open_top(images, &images.top, patience, no_guest_lives)?);
         }
+        self.over_its_parent(images, deltas, patience)
+    }
+
+    /// Lays those of a linked disk over the image as which that begins.
+    pub fn over_its_parent(
+        &self,
+        images: &Images,
+        mut deltas: Vec<Delta>,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let is_due = images.common().is_some() && !deltas.is_empty();
+        if is_due && !deltas.first().is_some_and(Delta::is_linked) {
+            let lowest = deltas.remove(0);
+            deltas.insert(0, self.over_common(images, lowest, patience)?);
+        }
         Ok(deltas)
     }
 
+    /// Lays the lowest delta of a linked disk over the image as which that begins.
+    fn over_common(
+        &self,
+        images: &Images,
+        lowest: Delta,
+        patience: Duration,
+    ) -> Result<Delta, String> {
+        let Some(common) = images.common() else {
+            return Ok(lowest);
+        };
+        let image = self.open_common(common, images.bytes, patience)?;
+        lowest.over(image).map_err(|error| error.to_string())
+    }
+
+    /// What lies below all deltas: the disk's own image, which is given, or what it is linked to.
+    pub fn below_all(&self, images: &Images, own: File) -> Result<File, String> {
+        let Some(common) = images.common() else {
+            return Ok(own);
+        };
+        let image = self.open_common(common, images.bytes, LOCK_WAIT)?;
+        let file = image.as_fd().try_clone_to_owned();
+        file.map(File::from).map_err(|error| error.to_string())
+    }
+
+    /// The very image to which the disk was linked: whoever puts another one in its place changes what the guest has not written.
+    fn open_common(
+        &self,
+        Common { path, id }: Common<'_>,
+        bytes: u64,
+        patience: Duration,
+    ) -> Result<DiskImage, String> {
+        let linked = format!("disk '{}' is linked to the image {path}", self.spec.name);
+        let spec = DiskSpec {
+            path: path.to_owned(),
+            read_only: true,
+            ..self.spec.clone()
+        };
+        let file = open_file(self.config, &spec, self.owner);
+        let file =
+            file.map_err(|error| format!("{linked}, which is not opened: {}", error.message))?;
+        let borne =
+            self.as_opener(|| parent_id(&file).map_err(|errno| std::io::Error::from(errno).into()));
+        let borne = borne.map_err(|why| format!("{linked}, whose mark cannot be read: {why}"))?;
+        if borne.as_deref() != Some(id) {
+            return Err(format!(
+                "{linked}, and what is there now is another one, or lost its mark ({PARENT_MARK}, which was {id}) when it was copied: put that image back, with its attributes; if it certainly is the same, 'setfattr -n {PARENT_MARK} -v {id} {path}' says so"
+            ));
+        }
+        let told = |error: godwit_blockio::Error| format!("{linked}: {error}");
+        let image = DiskImage::of(file, Path::new(path), Access::ReadOnly, BLOCK);
+        let mut image = image.map_err(told)?;
+        let reader = lock_name(self.config, self.spec);
+        image.lock(&reader, patience).map_err(told)?;
+        match image.bytes() == bytes {
+            true => Ok(image),
+            false => Err(format!(
+                "{linked}, which has {} bytes and had {bytes} when it was linked: put that image back",
+                image.bytes()
+            )),
+        }
+    }
+
     /// The same without the top.
-    pub fn open_lower(
+    fn open_lower(
         &self,
         images: &Images,
         patience: Duration,
         no_guest_lives: bool,
     ) -> Result<Vec<Delta>, String> {
+        let lower = self.lower(images)?.into_iter();
+        lower
+            .map(|name| self.open_frozen(images, name, patience, no_guest_lives))
+            .collect()
+    }
+
+    /// The same of what the disk has open by what it consisted of before: nothing long is read while it stands still. `merged`: one of them with
+    /// what it has got since, as whoever gave it that has it open.
+    pub fn keep_lower(
+        &self,
+        images: &Images,
+        mut had: Vec<Delta>,
+        merged: Option<Delta>,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let mut all = had.iter_mut();
+        if let Some(merged) = merged
+            && let Some(same) = all.find(|delta| delta.id() == merged.id())
+        {
+            same.go_by(merged);
+        }
+        let mut kept = Vec::new();
+        for name in self.lower(images)? {
+            let image = images.images.get(name);
+            let id = image.and_then(|image| id_of(image.id.as_deref()?));
+            let place = had.iter().position(|delta| Some(delta.id()) == id);
+            kept.push(match place {
+                Some(place) => had.remove(place),
+                None => self.open_frozen(images, name, patience, false)?,
+            });
+        }
+        Ok(kept)
+    }
+
+    /// The same with this top, which is open without a lock and is not frozen; no guest was told of anything that its tables do not say.
+    pub fn keep_under(
+        &self,
+        images: &Images,
+        had: Vec<Delta>,
+        top: Delta,
+        patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        let mut deltas = self.keep_lower(images, had, None, patience)?;
+        let lock = lock_name(self.config, self.spec);
+        let outliving = Outliving {
+            map: &self.map_of(top.id()),
+            boot: boot()?,
+            no_guest_lives: true,
+        };
+        let top = top.into_top(opening(&lock, patience), outliving);
+        deltas.push(top.map_err(|error| error.to_string())?);
+        self.over_its_parent(images, deltas, patience)
+    }
+
+    /// The names of what lies between the disk's own image and the top, from the lowest one on.
+    fn lower<'a>(&self, images: &'a Images) -> Result<Vec<&'a str>, String> {
         let chain = images.chain(&images.top);
         let own = chain.last().map_or(Ok(false), |name| self.is_own(name));
-        if !own? {
+        if !own? && images.common().is_none() {
             let (disk, path) = (&self.spec.name, &self.spec.path);
             return Err(format!(
                 "the images of disk '{disk}' do not lie over {path}"
             ));
         }
-        let between = chain.iter().rev().skip(1);
-        let between = between.filter(|name| **name != images.top);
-        between
-            .map(|name| self.open_frozen(images, name, patience, no_guest_lives))
-            .collect()
+        let between = chain.into_iter().rev().skip(1);
+        Ok(between.filter(|name| *name != images.top).collect())
     }
 
     /// Whether this is the name of the disk's own image.
@@ -237,7 +393,7 @@ impl Place<'_> {
     }
 
     /// A process may have died before it froze what lies below the top since.
-    fn open_frozen(
+    pub(super) fn open_frozen(
         &self,
         images: &Images,
         name: &str,
@@ -274,7 +430,21 @@ impl Place<'_> {
         };
         let path = self.extent(images, name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
-        opened.map_err(|error| error.to_string())
+        let opened = opened.map_err(|error| error.to_string())?;
+        let disk = &self.spec.name;
+        if opened.went_back() {
+            tracing::warn!(
+                disk,
+                "its storage had failed to keep what the guest before this one wrote: the disk begins as after a power cut"
+            );
+        }
+        if opened.is_lost() {
+            tracing::error!(
+                disk,
+                "its storage has failed to keep what its guest wrote: no flush of this guest succeeds any more; stop the VM and start it again"
+            );
+        }
+        Ok(opened)
     }
 
     /// Without a lock: the one on the disk's own image is for all that lie over it.
@@ -312,18 +482,16 @@ impl Place<'_> {
         self.paths.run.join(format!("delta-{id:032x}.states"))
     }
 
-    /// Bytes that an image holds.
-    pub fn bytes_of(&self, images: &Images, name: &str) -> u64 {
-        let is_delta = images
-            .images
-            .get(name)
-            .is_some_and(|image| image.id.is_some());
+    /// Bytes that an image holds; nothing where that cannot be told.
+    pub fn bytes_of(&self, images: &Images, name: &str) -> Option<u64> {
+        let image = images.images.get(name);
+        let is_delta = image.is_some_and(|image| image.kind == Kind::Delta);
         let path = match is_delta {
             true => self.extent(images, name),
             false => self.file_of(images, name, name),
         };
-        path.symlink_metadata()
-            .map_or(0, |found| found.blocks().saturating_mul(512))
+        let found = path.symlink_metadata().ok()?;
+        Some(found.blocks().saturating_mul(512))
     }
 
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
@@ -332,18 +500,25 @@ impl Place<'_> {
         let id = id.and_then(id_of);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
-            let _ = std::fs::remove_file(self.map_of(id));
+            let _ = forget_map(&self.map_of(id));
+        }
+        match self.is_to_go(images, name, id) {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::warn!(
+                    name,
+                    "a file has the name of an image that is not needed, and is another one: it stays"
+                );
+                return true;
+            }
+            Err(why) => {
+                tracing::warn!(name, why, "an image that is not needed is not removed yet");
+                return false;
+            }
         }
         let (descriptor, extent) = (self.descriptor(images, name), self.extent(images, name));
-        if extent.symlink_metadata().is_ok() && !self.is_to_go(images, name, id) {
-            tracing::warn!(
-                name,
-                "a file has the name of an image that is not needed, and is another one: it stays"
-            );
-            return true;
-        }
         // The descriptor makes it one.
-        let gone = self.as_common(|| {
+        let gone = self.as_opener(|| {
             let gone = images::remove(&descriptor) && images::remove(&extent);
             gone.then_some(())
                 .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())
@@ -353,18 +528,28 @@ impl Place<'_> {
 
     /// Whether an image that is not described holds nothing, or is not there.
     pub fn is_unused(&self, images: &Images, name: &str) -> bool {
-        let extent = self.extent(images, name);
-        extent.symlink_metadata().is_err() || self.is_to_go(images, name, None)
+        self.is_to_go(images, name, None) == Ok(true)
     }
 
-    fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> bool {
+    /// Whether under this name is the delta of this number, or an empty one where there is none, or nothing.
+    fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> Result<bool, String> {
         let path = self.extent(images, name);
-        let Ok(file) = self.open_file_of(images, name, false) else {
-            return false;
-        };
-        match id {
-            Some(id) => Delta::unlocked((file, &path), id, BLOCK).is_ok(),
-            None => is_empty((file, &path), BLOCK),
+        let found = self.as_opener(|| match path.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => Ok(found.map(|_| true)?),
+        });
+        if !found? {
+            return Ok(true);
+        }
+        let file = self.open_file_of(images, name, false)?;
+        match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
+            None => {
+                let file = self.open_file_of(images, name, false)?;
+                is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
+            }
+            Some(Ok(_)) => Ok(true),
+            Some(Err(error)) if error.is_of_storage() => Err(error.to_string()),
+            Some(Err(_)) => Ok(false),
         }
     }
 
@@ -381,8 +566,8 @@ impl Place<'_> {
 
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
-        for (name, _) in self.unnamed(images) {
-            if self.is_to_go(images, &name, None) {
+        for (name, _) in self.unnamed(images).unwrap_or_default() {
+            if self.is_unused(images, &name) {
                 self.remove(images, &name, None);
             }
         }
@@ -391,12 +576,16 @@ impl Place<'_> {
     /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
     /// a later description.
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
-        let mut later = self.unnamed(images).into_iter();
-        let later = later
-            .find(|(name, number)| *number >= images.next && !self.is_to_go(images, name, None));
-        match later {
+        let later = self.unnamed(images)?.into_iter();
+        let mut later = later.filter(|(_, number)| *number >= images.next);
+        let is_older = later.find_map(|(name, _)| match self.is_to_go(images, &name, None) {
+            Ok(true) => None,
+            Ok(false) => Some(Ok(name)),
+            Err(why) => Some(Err(why)),
+        });
+        match is_older.transpose()? {
             None => Ok(()),
-            Some((name, _)) => Err(format!(
+            Some(name) => Err(format!(
                 "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
                 description_of(self.path()).display()
             )),
@@ -404,21 +593,24 @@ impl Place<'_> {
     }
 
     /// Names of deltas of this disk that are not described, and their numbers.
-    fn unnamed(&self, images: &Images) -> Vec<(String, u64)> {
-        let Ok(own) = self.file_name() else {
-            return Vec::new();
-        };
-        let beside = self.path().parent().and_then(|above| above.read_dir().ok());
+    fn unnamed(&self, images: &Images) -> Result<Vec<(String, u64)>, String> {
+        let own = self.file_name()?;
         let number = |name: &str| {
             let name = name.strip_suffix("-sesparse.vmdk")?;
             let number = name.strip_prefix(own)?.strip_prefix(".d")?.parse().ok()?;
             Some((name.to_owned(), number))
         };
-        let names = beside.into_iter().flatten().flatten();
-        let found = names.filter_map(|entry| number(entry.file_name().to_str()?));
         let is_named =
             |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
-        found.filter(|(name, _)| !is_named(name)).collect()
+        let above = self.path().parent().unwrap_or(Path::new("/"));
+        self.as_opener(|| {
+            let mut found = Vec::new();
+            for entry in above.read_dir()? {
+                found.extend(entry?.file_name().to_str().and_then(number));
+            }
+            found.retain(|(name, _)| !is_named(name));
+            Ok(found)
+        })
     }
 
     /// A number for the next delta under whose name there is nothing.
@@ -450,6 +642,19 @@ impl Place<'_> {
 }
 
 impl Served {
+    /// Whether a disk is linked, and consists of nothing but what was written since.
+    pub(super) fn is_linked_only(&self, spec: &DiskSpec) -> bool {
+        let all = self.all();
+        let found = all.place(spec).load();
+        found.is_ok_and(|images| images.is_linked_only())
+    }
+
+    /// Whether a disk is, or may be, more than its image.
+    pub(super) fn may_have_layers(&self, spec: &DiskSpec) -> bool {
+        lock(&self.layered).contains(&spec.name)
+            || has_layers(&self.config, self.what().uid, &spec.path)
+    }
+
     /// What lies above a disk's image, where that has snapshots.
     pub(super) fn deltas(
         &self,
@@ -461,6 +666,7 @@ impl Served {
         let place = all.place(spec);
         let found = place.load_of(image.as_fd());
         let Some(images) = found.map_err(|why| refused(&why))? else {
+            lock(&self.layered).remove(&spec.name);
             return Ok(Vec::new());
         };
         if spec.read_only || !has_image {
@@ -513,7 +719,7 @@ pub(super) fn random_number() -> Result<String, String> {
     Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
-fn id_of(text: &str) -> Option<Id> {
+pub(super) fn id_of(text: &str) -> Option<Id> {
     let number = u128::from_str_radix(text, 16).ok()?;
     Some(Id(number.to_be_bytes()))
 }

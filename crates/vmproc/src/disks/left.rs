@@ -12,6 +12,7 @@ use super::entry::{Entry, Found};
 use super::former::{Former, is_device, said_by, tell_left};
 use super::images::{remove, rename};
 use super::labelled::{self, Labelled, is_among};
+use super::linked::remove_above;
 use super::record;
 use super::redo::RedoLog;
 use super::served::ServedDisks;
@@ -333,13 +334,23 @@ impl Left {
 
     /// What lay over it goes first, so that nothing of it is left where it is gone. Returns whether nothing is left that is to be removed.
     fn remove(&self) -> bool {
-        let (former, beside) = (self.former(), Path::new(&self.path).parent());
+        let former = self.former();
+        // What lay over that of a linked disk says its description; what is noted is described no more.
+        let is_bare = match self.layers.is_empty() {
+            true => remove_above(&former),
+            false => self.remove_layers(&former),
+        };
+        is_bare && former.remove()
+    }
+
+    fn remove_layers(&self, former: &Former<'_>) -> bool {
+        let beside = former.path.parent();
         // What has a name beside another image may be that one's; in another directory no other disk has it.
-        let is_it = self.layers.is_empty() || former.look().is_ok_and(|is| is == Is::It);
+        let is_it = former.look().is_ok_and(|is| is == Is::It);
         let is_ours = |file: &&String| is_it || Path::new(file.as_str()).parent() != beside;
         let of_it = self.layers.iter().filter(is_ours);
         let gone: Vec<bool> = of_it.map(|file| remove(Path::new(file))).collect();
-        gone.iter().all(|gone| *gone) && former.remove()
+        gone.iter().all(|gone| *gone)
     }
 
     fn former(&self) -> Former<'_> {

@@ -108,7 +108,13 @@ impl Served {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let moment = since.unwrap_or_default().as_nanos();
         let mut logs = BTreeMap::new();
+        let what = self.what();
         for place in &by_logs {
+            let mut disks = what.disks.iter();
+            let spec = disks.find(|disk| disk.name == place.disk);
+            let spec = spec.ok_or("the VM has no such disk")?;
+            // Logs alone are told from the lowest on, over an image that has all that lay below the first.
+            self.must_be_copied_whole(spec, place.method)?;
             must_be_free(Path::new(&place.path))?;
             logs.insert(place.disk.clone(), Logs::of(place, moment)?);
         }
@@ -185,7 +191,7 @@ impl Served {
             spec.is_some_and(|spec| {
                 let place = all.place(spec);
                 let described = place.load();
-                described.map_or(true, |images| place.keeps_log(log, images.as_ref()))
+                described.map_or(true, |images| place.keeps_log(log, &images))
             })
         };
         let logs: Vec<RedoLog> = what
@@ -205,15 +211,12 @@ impl Served {
 
 impl Place<'_> {
     /// Removes a log that is not described. Returns whether it is, or stays for now.
-    fn keeps_log(&self, log: &RedoLog, described: Option<&Images>) -> bool {
+    fn keeps_log(&self, log: &RedoLog, described: &Images) -> bool {
         if !log.name.is_empty() {
-            let lies_at = described.and_then(|images| images.elsewhere.get(&log.name));
+            let lies_at = described.elsewhere.get(&log.name);
             return lies_at == Some(&log.directory) || !self.remove_log(log);
         }
-        if let Ok(own) = self.file_name() {
-            let none = Images::of_one(own, 0, "");
-            self.remove_unnamed(described.unwrap_or(&none));
-        }
+        self.remove_unnamed(described);
         false
     }
 

@@ -14,18 +14,18 @@ use super::{BLOCK, Disks, LOCK_WAIT, lock_name};
 use crate::faults::{planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
-use crate::image::record_of;
+use crate::image::{readable_record, record_of};
 use godwit_blockio::grow::{NotGrown, grow, grow_plain, size};
 use godwit_blockio::label::End;
 use godwit_blockio::{Access, Image, Known, holder};
-use godwit_ownership::{ImageClaim, ImageRefusal};
+use godwit_ownership::{ImageClaim, ImageRecord, ImageRefusal, LAYERED_RECORD_FORMAT};
 use godwit_qemu::disk::length_and_use;
 use godwit_qemu::user;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use rustix::fs::{fstat, fstatvfs};
+use rustix::fs::{fstat, fstatvfs, fsync};
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
@@ -42,7 +42,7 @@ impl Disks {
         let (index, spec) = found.ok_or_else(|| has_no_disk(&served.config, &wish.disk))?;
         let refused = |why: &dyn Display| served.refused(spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
-        must_be_one_image(spec).map_err(|why| refused(&why))?;
+        must_be_one_image(served.may_have_layers(spec)).map_err(|why| refused(&why))?;
         let disk = served.disk(index).map_err(|why| refused(&why))?;
         let status = disk.status().map_err(|error| refused(&error))?;
         if served.held().is_none() || !status.has_image {
@@ -100,7 +100,8 @@ impl AtRest {
         let spec = spec.ok_or_else(|| has_no_disk(&self.config, &wish.disk))?;
         let refused = |why: &dyn Display| refused(&self.config, spec, why);
         must_be_written(spec).map_err(|why| refused(&why))?;
-        must_be_one_image(spec).map_err(|why| refused(&why))?;
+        let has_layers = has_layers(&self.config, self.owner().uid, &spec.path);
+        must_be_one_image(has_layers).map_err(|why| refused(&why))?;
         let (image, on) = self.lock(spec)?;
         let bytes = on
             .grow(image.as_fd(), wish.bytes(), spec.shared)
@@ -144,6 +145,32 @@ impl AtRest {
         specs.iter().map(lock).collect()
     }
 
+    /// Has a disk's image, which is locked, say that it is a part from now on, to builds that know of no snapshots. What it says else stays, and one
+    /// that says nothing yet says so when its VM starts.
+    pub(super) fn note_layered(
+        &self,
+        spec: &DiskSpec,
+        image: BorrowedFd<'_>,
+    ) -> Result<(), ApiError> {
+        let noted = as_opener(&self.config, self.owner().uid, || {
+            if !bears_record(image)? {
+                return Ok(());
+            }
+            let held = holder::read(image)?;
+            let Some(found) = readable_record(held.as_ref()) else {
+                return Ok(());
+            };
+            let part = ImageRecord {
+                format: LAYERED_RECORD_FORMAT,
+                ..found
+            };
+            let text = serde_json::to_vec(&part).map_err(io::Error::other)?;
+            holder::replace(image, held.as_ref(), &text)?;
+            fsync(image).map_err(io::Error::from)
+        });
+        noted.map_err(|error| refused(&self.config, spec, &error))
+    }
+
     pub(super) fn owner(&self) -> user::User {
         let reserved = reserved(&self.config);
         user::of_disks(common_user(&self.config, &reserved), &self.spec)
@@ -172,7 +199,7 @@ impl AtRest {
             known: known.iter().find(|known| known.disk == spec.name),
             anew: true,
             fresh: &fresh,
-            layered: has_layers(&spec.path),
+            layered: has_layers(&self.config, self.owner().uid, &spec.path),
         };
         let found = found.flatten();
         let judged = claim.judge(found.as_ref()).map(drop);
@@ -229,8 +256,8 @@ fn must_be_written(spec: &DiskSpec) -> Result<(), &'static str> {
     }
 }
 
-fn must_be_one_image(spec: &DiskSpec) -> Result<(), String> {
-    match has_layers(&spec.path) {
+fn must_be_one_image(has_layers: bool) -> Result<(), String> {
+    match has_layers {
         true => Err(has_snapshots("made larger")),
         false => Ok(()),
     }

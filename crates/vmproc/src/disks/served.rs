@@ -513,6 +513,7 @@ impl Served {
         locked.map_err(|error| {
             refused(&named(&self.config, self.what().uid, image.as_fd(), error))
         })?;
+        self.must_not_be_parent(spec, &image)?;
         self.settle_label(spec, &mut image)?;
         let known = match self.held() {
             Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,

@@ -10,14 +10,23 @@ use super::resize::AtRest;
 use super::served::refused;
 use crate::faults::reached;
 use crate::files::Paths;
+use godwit_blockio::Image;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images, Snapshot};
+use godwit_snapshots::{Fresh, Images, Kind, Snapshot};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use rustix::fs::fstat;
+use std::collections::BTreeMap;
+use std::os::fd::AsFd as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Most that the maps of all deltas of a VM may take in memory, bytes.
+const MAPS_MAX: u64 = 1 << 30;
+/// So many bytes of a disk take one byte of a delta's map.
+const BYTES_OF_MAP_BYTE: u64 = 16 << 10;
 
 /// The disks of a VM that its guest may write.
 pub(super) struct All<'a> {
@@ -25,6 +34,8 @@ pub(super) struct All<'a> {
     pub paths: &'a Paths,
     pub owner: User,
     pub specs: Vec<DiskSpec>,
+    /// Device and inode of the own image of each that somebody has open, by name.
+    pub images: BTreeMap<String, (u64, u64)>,
 }
 
 /// What a disk consists of, and what it is to consist of.
@@ -41,6 +52,7 @@ impl All<'_> {
             paths: self.paths,
             owner: self.owner,
             spec,
+            image: self.images.get(&spec.name).copied(),
         }
     }
 
@@ -55,19 +67,9 @@ impl All<'_> {
     }
 
     /// What each consists of.
-    fn load(&self) -> Result<Vec<Images>, ApiError> {
+    pub(super) fn load(&self) -> Result<Vec<Images>, ApiError> {
         let load = |spec| {
-            let place = self.place(spec);
-            let found = place.load().and_then(|found| match found {
-                Some(images) => Ok(images),
-                None => {
-                    let found = std::fs::metadata(&spec.path);
-                    let bytes = found
-                        .map_err(|error| format!("{}: {error}", spec.path))?
-                        .len();
-                    Ok(Images::of_one(place.file_name()?, bytes, &random_number()?))
-                }
-            });
+            let found = self.place(spec).load();
             found.map_err(|why| self.refused(spec, &why))
         };
         self.specs.iter().map(load).collect()
@@ -85,7 +87,7 @@ impl All<'_> {
             }
         }
         let left = self.specs.iter().zip(&all).map(|(spec, images)| {
-            let bytes = |name: &str| self.place(spec).bytes_of(images, name);
+            let bytes = |name: &str| self.place(spec).bytes_of(images, name).unwrap_or_default();
             unneeded(images, &bytes)
         });
         Ok(Snapshots {
@@ -105,6 +107,23 @@ impl All<'_> {
         lacking.map(|(spec, _)| spec.name.clone()).collect()
     }
 
+    /// Refuses a snapshot that some of the disks lost which were frozen for it.
+    pub(super) fn must_be_whole(
+        &self,
+        all: &[Images],
+        snapshot: &Snapshot,
+    ) -> Result<(), ApiError> {
+        let lacking = self.lacking(all, snapshot);
+        match lacking.is_empty() {
+            true => Ok(()),
+            false => Err(self.not_so(&format!(
+                "snapshot '{}' is not whole: {} of those that were frozen with it lack it",
+                snapshot.name,
+                listed(&lacking)
+            ))),
+        }
+    }
+
     fn view(&self, all: &[Images], snapshot: &Snapshot) -> SnapshotView {
         let bytes = self.specs.iter().zip(all).map(|(spec, images)| {
             let image = images.snapshot(&snapshot.name).map(|found| &found.image);
@@ -112,9 +131,10 @@ impl All<'_> {
                 images
                     .images
                     .get(*name)
-                    .is_some_and(|image| image.id.is_some())
+                    .is_some_and(|image| image.kind == Kind::Delta)
             });
-            delta.map_or(0, |name| self.place(spec).bytes_of(images, name))
+            let bytes = delta.and_then(|name| self.place(spec).bytes_of(images, name));
+            bytes.unwrap_or_default()
         });
         SnapshotView {
             name: snapshot.name.clone(),
@@ -172,9 +192,24 @@ impl All<'_> {
                 }
             }
         }
-        match changed.is_empty() {
-            true => Err(self.not_so("it has no disk that its guest may write")),
-            false => Ok(changed),
+        if changed.is_empty() {
+            return Err(self.not_so("it has no disk that its guest may write"));
+        }
+        let maps = changed.iter().map(|one| map_bytes(&one.now)).sum();
+        self.must_have_memory(maps)
+            .inspect_err(|_| self.unmake(&changed))?;
+        Ok(changed)
+    }
+
+    /// What deltas have in memory is beside the guest's, in what its host keeps for its process.
+    fn must_have_memory(&self, maps: u64) -> Result<(), ApiError> {
+        match maps <= MAPS_MAX {
+            true => Ok(()),
+            false => Err(self.not_so(&format!(
+                "which of its images has which part of its disks would take up to {} MiB of memory, and {} are the most: delete some snapshots first",
+                maps >> 20,
+                MAPS_MAX >> 20
+            ))),
         }
     }
 
@@ -193,6 +228,7 @@ impl All<'_> {
             after: None,
             image: String::new(),
             made_unix_s: since.unwrap_or_default().as_secs(),
+            begun: self.specs.len() > 1,
             quiesced: false,
             text: wish.text.clone(),
             disks: self.specs.iter().map(|spec| spec.name.clone()).collect(),
@@ -219,22 +255,26 @@ impl All<'_> {
     }
 
     /// Forgets a snapshot that some of its disks lack since whoever took it died, and removes what was made for one and not named. One that lacks a
-    /// disk for another reason stays: what it holds of the others may be wanted.
-    pub(super) fn forget_halves(&self) -> Result<(), ApiError> {
+    /// disk for another reason, as where that was put back from a backup, stays: what it holds of the others may be wanted. Returns whether any was
+    /// forgotten.
+    pub(super) fn forget_halves(&self) -> Result<bool, ApiError> {
         let all = self.load()?;
+        let mut forgot = false;
         for (spec, images) in self.specs.iter().zip(&all) {
             self.place(spec).remove_unnamed(images);
-            let Some(half) = images
-                .taken_last()
-                .filter(|one| !self.lacking(&all, one).is_empty())
-            else {
+            let Some(last) = images.taken_last().filter(|last| last.begun) else {
                 continue;
             };
-            let now = images.forget(&half.name);
+            let is_half = !self.lacking(&all, last).is_empty();
+            let now = match is_half {
+                true => images.forget(&last.name),
+                false => Ok(images.taken(&last.name, false)),
+            };
             let saved = now.and_then(|now| self.place(spec).save(&now));
             saved.map_err(|why| self.refused(spec, &why))?;
+            forgot |= is_half;
         }
-        Ok(())
+        Ok(forgot)
     }
 
     /// Of several disks some may go back and others not where this process dies: none is used before all of them have. Where this fails, or what
@@ -284,7 +324,7 @@ impl All<'_> {
         }
     }
 
-    fn unknown(&self, name: &SnapshotName, all: &[Images]) -> ApiError {
+    pub(super) fn unknown(&self, name: &SnapshotName, all: &[Images]) -> ApiError {
         let names = all.first().map(|images| &images.snapshots);
         let names: Vec<&str> = names
             .into_iter()
@@ -319,14 +359,24 @@ impl All<'_> {
         format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}{like}")
     }
 
-    /// Before this a snapshot counts as one after a power cut.
-    pub(super) fn note_quiesced(&self, name: &SnapshotName) -> Result<(), ApiError> {
+    /// All of its disks have it. Before this a snapshot counts as one that may be a half, and as one after a power cut.
+    pub(super) fn note_taken(&self, name: &SnapshotName, quiesced: bool) -> Result<(), ApiError> {
         for (spec, images) in self.specs.iter().zip(self.load()?) {
-            let saved = self.place(spec).save(&images.quiesced(name));
+            let now = images.taken(name, quiesced);
+            if now == images {
+                continue;
+            }
+            let saved = self.place(spec).save(&now);
             saved.map_err(|why| self.refused(spec, &why))?;
         }
         Ok(())
     }
+}
+
+/// Most that the maps of its deltas take, one for each that lies over the other.
+fn map_bytes(images: &Images) -> u64 {
+    let deltas = images.chain(&images.top).len().saturating_sub(1) as u64;
+    (images.bytes / BYTES_OF_MAP_BYTE).saturating_mul(deltas)
 }
 
 fn unneeded(images: &Images, bytes: &dyn Fn(&str) -> u64) -> u32 {
@@ -348,13 +398,26 @@ pub(super) fn written(specs: &[DiskSpec]) -> Vec<DiskSpec> {
 }
 
 impl AtRest {
-    fn all(&self) -> All<'_> {
+    pub(super) fn all(&self) -> All<'_> {
         All {
             config: &self.config,
             paths: &self.paths,
             owner: self.owner(),
             specs: written(&self.spec.disks),
+            images: BTreeMap::new(),
         }
+    }
+
+    /// The same with their images locked, for as long as what comes with it is kept.
+    fn all_locked(&self) -> Result<(All<'_>, Vec<Image>), ApiError> {
+        let mut all = self.all();
+        let locked = self.lock_all(&all.specs)?;
+        for (spec, image) in all.specs.iter().zip(&locked) {
+            let found = fstat(image).map_err(|error| all.refused(spec, &error.to_string()))?;
+            all.images
+                .insert(spec.name.clone(), (found.st_dev, found.st_ino));
+        }
+        Ok((all, locked))
     }
 
     pub(crate) fn list_snapshots(&self) -> Result<Snapshots, ApiError> {
@@ -362,8 +425,7 @@ impl AtRest {
     }
 
     pub(crate) fn take_snapshot(&self, wish: &TakeSnapshot) -> Result<String, ApiError> {
-        let all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (all, locked) = self.all_locked()?;
         all.must_not_be_reverting()?;
         all.forget_halves()?;
         let snapshot = all.snapshot(wish);
@@ -371,8 +433,15 @@ impl AtRest {
             |images, fresh| images.take(snapshot.clone(), fresh),
             |_| None,
         )?;
+        for (spec, image) in all.specs.iter().zip(&locked) {
+            self.note_layered(spec, image.as_fd())
+                .inspect_err(|_| all.unmake(&changed))?;
+        }
         match all.commit(&changed) {
-            Ok(()) => Ok(all.taken(wish, None, Err(String::new()))),
+            Ok(()) => {
+                all.note_taken(&wish.name, false)?;
+                Ok(all.taken(wish, None, Err(String::new())))
+            }
             Err((error, unsure)) => {
                 if unsure.is_empty() {
                     all.unmake(&changed);
@@ -383,8 +452,7 @@ impl AtRest {
     }
 
     pub(crate) fn revert_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
-        let mut all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (mut all, _locked) = self.all_locked()?;
         all.forget_halves()?;
         // A disk that came later stays as it is.
         let loaded = all.load()?;
@@ -394,20 +462,18 @@ impl AtRest {
             known.map(|(spec, images)| (spec.clone(), images)).unzip();
         let found = having.first().and_then(|images| images.snapshot(name).ok());
         let found = found.ok_or_else(|| all.unknown(name, &loaded))?;
-        let lacking = all.lacking(&loaded, found);
-        if !lacking.is_empty() {
-            let why = format!(
-                "snapshot '{name}' is not whole: {} of those that were frozen with it lack it",
-                listed(&lacking)
-            );
-            return Err(all.not_so(&why));
-        }
+        all.must_be_whole(&loaded, found)?;
         all.specs = known;
         let image = |images: &Images| images.snapshot(name).ok().map(|found| found.image.clone());
         let revert = |images: &Images, fresh: &Fresh| images.revert(name, fresh);
         let changed = all.prepare(revert, image)?;
         all.begin_revert(&changed, name)?;
-        all.commit(&changed).map_err(|(error, _)| error)?;
+        // None is put back where one fails: each says itself that it is to go back, or has.
+        for (spec, one) in all.specs.iter().zip(&changed) {
+            let saved = all.place(spec).save(&one.now);
+            saved.map_err(|why| all.refused(spec, &why))?;
+            reached("snapshot.written");
+        }
         for (spec, one) in all.specs.iter().zip(&changed) {
             let removed = all.place(spec).remove_what_leaves(&one.now);
             removed.map_err(|why| all.refused(spec, &why))?;
@@ -420,8 +486,7 @@ impl AtRest {
     }
 
     pub(crate) fn delete_snapshot(&self, name: &SnapshotName) -> Result<String, ApiError> {
-        let all = self.all();
-        let _locked = self.lock_all(&all.specs)?;
+        let (all, _locked) = self.all_locked()?;
         all.must_not_be_reverting()?;
         let said = all.forget(name)?;
         all.forget_halves()?;

@@ -42,7 +42,7 @@ impl Disks {
         let served = &self.0;
         let _one = lock(&served.descriptions);
         let all = served.all();
-        all.forget_halves()?;
+        let forgot = all.forget_halves()?;
         let snapshot = all.snapshot(wish);
         let changed = all.prepare(
             |images, fresh| images.take(snapshot.clone(), fresh),
@@ -63,8 +63,9 @@ impl Disks {
             served.tidying_is_due();
             return Err(all.not_so(why));
         }
-        if quiesced.is_ok() {
-            all.note_quiesced(&wish.name)?;
+        all.note_taken(&wish.name, quiesced.is_ok())?;
+        if forgot {
+            served.tidying_is_due();
         }
         Ok(all.taken(wish, Some(stood), quiesced))
     }
@@ -94,6 +95,10 @@ impl Served {
                 gid: what.gid,
             },
             specs: written(&what.disks),
+            images: what
+                .with_images()
+                .map(|(spec, image)| (spec.name.clone(), image))
+                .collect(),
         }
     }
 
@@ -117,7 +122,7 @@ impl Served {
             let top = top.map_err(|why| undone(all.refused(spec, &why)))?;
             let disk = self.disk(index.unwrap_or(usize::MAX));
             let disk = disk.map_err(|why| undone(all.refused(spec, why)))?;
-            self.note_layered(spec, &disk).map_err(undone)?;
+            self.note_layered(spec, &disk, true).map_err(undone)?;
             tops.push((spec, disk, top));
         }
         let disks: Vec<Arc<Disk>> = tops.iter().map(|(_, disk, _)| Arc::clone(disk)).collect();
@@ -153,9 +158,17 @@ impl Served {
 }
 
 impl Served {
-    /// Builds that know of no snapshots are to refuse the image before anything lies over it.
-    fn note_layered(&self, spec: &DiskSpec, disk: &Disk) -> Result<(), ApiError> {
-        lock(&self.layered).insert(spec.name.clone());
+    /// Builds that know of no snapshots are to refuse the image before anything lies over it, and to have it once nothing does.
+    pub(super) fn note_layered(
+        &self,
+        spec: &DiskSpec,
+        disk: &Disk,
+        is_layered: bool,
+    ) -> Result<(), ApiError> {
+        match is_layered {
+            true => lock(&self.layered).insert(spec.name.clone()),
+            false => lock(&self.layered).remove(&spec.name),
+        };
         let Some(generation) = self.held() else {
             return Ok(());
         };

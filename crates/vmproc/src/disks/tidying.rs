@@ -1,19 +1,22 @@
 //! Gives up images that deleted snapshots have left, while the guest works with what lies over them.
 //!
 //! What is to be done is found in the descriptions alone ([`Images::unneeded`]), so that whoever comes after a kill begins it anew. Contents are copied
-//! while nothing is held up; then the description is written, and the disk stands still for as long as it takes to open other files.
+//! while nothing is held up, beside guests that come first ([`super::gentle`]); then the description is written, and the disk stands still until that
+//! is durable. What it goes on with is open before.
 //!
 //! Owns one thread at a time for all disks of a QEMU, which keeps a disk's image locked for as long as it works on it: a thread that storage holds up may
-//! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails is told, and tried again after a pause.
+//! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails, also for want of room, is told, and tried again
+//! after a pause.
 
-use super::LOCK_WAIT;
+use super::gentle::rest_after;
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::snapshots::All;
 use super::standing::end_unless;
+use super::{LOCK_WAIT, LOOK_EVERY};
 use crate::adoption::lock;
 use crate::faults::reached;
-use godwit_blockio::delta::{Merged, Target, merge as merge_images};
+use godwit_blockio::delta::{Delta, Merged, Target, merge as merge_images};
 use godwit_snapshots::{Images, Tidying};
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::{Disk, Standing};
@@ -28,10 +31,10 @@ const LAST_BYTES: u64 = 4 << 20;
 const FREEZES_MAX: u32 = 8;
 /// No more than this is copied while a guest waits, bytes.
 const LAST_BYTES_MAX: u64 = 64 << 20;
+/// So many times its guest may have been faster before it is merged without rests.
+const FREEZES_GENTLY: u32 = FREEZES_MAX / 2;
 /// How long a disk may take until nothing of it is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
-/// Why nothing of a disk is given up that does not go on.
-const NOT_NOW: &str = "its guest has ended, or it is being moved";
 /// When what did not come to its end is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 
@@ -44,12 +47,30 @@ pub(super) struct Tidies {
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
     why: Mutex<String>,
+    /// Nothing is begun, and what is under way ends, since this process is to become another program.
+    rests: AtomicBool,
+    /// A copy has failed: what was to become durable then may be read without being so.
+    has_failed: AtomicBool,
 }
 
 impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
-        is_time && !self.is_done.load(Ordering::SeqCst) && !self.works.swap(true, Ordering::SeqCst)
+        let may = is_time && !self.rests() && !self.is_done.load(Ordering::SeqCst);
+        may && !self.works.swap(true, Ordering::SeqCst)
+    }
+
+    fn rests(&self) -> bool {
+        self.rests.load(Ordering::SeqCst)
+    }
+
+    /// Until this is dropped nothing is begun; what is under way has until then to end.
+    pub(super) fn rest(&self, until: Instant) -> Resting<'_> {
+        self.rests.store(true, Ordering::SeqCst);
+        while self.works() && Instant::now() < until {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Resting(self)
     }
 
     fn end(&self, why: String) {
@@ -67,6 +88,15 @@ impl Tidies {
     /// Why images that nobody needs are there still, as far as that is known.
     pub(super) fn why(&self) -> String {
         lock(&self.why).clone()
+    }
+}
+
+/// For as long as nothing is given up.
+pub(super) struct Resting<'a>(&'a Tidies);
+
+impl Drop for Resting<'_> {
+    fn drop(&mut self) {
+        self.0.rests.store(false, Ordering::SeqCst);
     }
 }
 
@@ -140,8 +170,20 @@ impl Served {
     /// A disk that moves by redo logs needs them as they are.
     fn goes_on(&self, one: &One<'_>) -> bool {
         let has_ended = self.has_ended.load(Ordering::SeqCst) || one.disk.has_ended();
-        let moves = lock(&self.by_logs).contains_key(&one.place.spec.name);
-        !has_ended && !moves && self.held().is_some()
+        let goes_on = !has_ended && self.held().is_some();
+        goes_on && !self.moves_by_logs(one) && !self.tidies.rests()
+    }
+
+    fn moves_by_logs(&self, one: &One<'_>) -> bool {
+        lock(&self.by_logs).contains_key(&one.place.spec.name)
+    }
+
+    fn broken_off(&self, one: &One<'_>) -> Looked {
+        Looked::Later(match (self.tidies.rests(), self.moves_by_logs(one)) {
+            (true, _) => "the VM's process is being renewed",
+            (false, true) => "it is being moved",
+            (false, false) => "its guest has ended",
+        })
     }
 
     fn tidy(&self, index: usize, spec: &DiskSpec, freezes: &mut u32) -> Result<Looked, String> {
@@ -154,30 +196,38 @@ impl Served {
             own: own.as_fd(),
         };
         if !self.goes_on(&one) {
-            return Ok(Looked::Later(NOT_NOW));
+            return Ok(self.broken_off(&one));
         }
         let place = one.place.get();
-        let Some(images) = place.load_of(one.own)? else {
-            lock(&self.layered).remove(&spec.name);
-            return Ok(Looked::Done);
-        };
-        let bytes = |name: &str| place.bytes_of(&images, name);
-        if !images.leaving.is_empty() {
+        let mut found = place.load_of(one.own)?;
+        if found
+            .as_ref()
+            .is_some_and(|images| !images.leaving.is_empty())
+        {
             let _one = lock(&self.descriptions);
             if let Some(images) = place.load_of(one.own)? {
+                place.confirm(one.own, &images)?;
                 place.remove_what_leaves(&images)?;
             }
+            found = place.load_of(one.own)?;
         }
+        let Some(images) = found else {
+            let noted = self.note_layered(spec, &disk, false);
+            return noted.map(|()| Looked::Done).map_err(|error| error.message);
+        };
+        let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         let Some(tidying) = images.unneeded(bytes) else {
             return Ok(Looked::Done);
         };
         match &tidying {
-            Tidying::Drop { .. } => self.commit(&one, &tidying),
+            Tidying::Drop { .. } => self.commit(&one, &tidying, None),
             Tidying::Up { image, above } => {
-                self.merge_and_commit(&one, (&images, &tidying), (image, above, true))
+                let copy = (image.as_str(), above.as_str(), true);
+                self.merge_and_commit(&one, (&images, &tidying), copy, *freezes)
             }
             Tidying::Down { image, above } => {
-                self.merge_and_commit(&one, (&images, &tidying), (above, image, false))
+                let copy = (above.as_str(), image.as_str(), false);
+                self.merge_and_commit(&one, (&images, &tidying), copy, *freezes)
             }
             Tidying::DownTop { image } => {
                 let top = bytes(&images.top);
@@ -202,41 +252,68 @@ impl Served {
         &self,
         one: &One<'_>,
         (images, tidying): (&Images, &Tidying),
-        pair: (&str, &str, bool),
+        (from, into, lacking): (&str, &str, bool),
+        freezes: u32,
     ) -> Result<Looked, String> {
-        match self.merge(one, images, pair)? {
-            true => self.commit(one, tidying),
-            false => Ok(Looked::Later(NOT_NOW)),
+        let from = one.place.get().open_unlocked(images, from)?;
+        let mut target = self.target(one, images, into)?;
+        let rests = freezes < FREEZES_GENTLY;
+        let into = (target.as_mut(), images.bytes);
+        match self.merge(one, (&from, lacking), into, rests)? {
+            true => self.commit(one, tidying, target),
+            false => Ok(self.broken_off(one)),
         }
+    }
+
+    /// The delta that is to get content; nothing where that is the disk's own image.
+    fn target(&self, one: &One<'_>, images: &Images, name: &str) -> Result<Option<Delta>, String> {
+        let place = one.place.get();
+        if place.is_own(name)? {
+            return Ok(None);
+        }
+        let target = place.open_unlocked(images, name)?;
+        if self.tidies.has_failed.load(Ordering::SeqCst) {
+            target.doubt();
+        }
+        Ok(Some(target))
     }
 
     /// Copies one image into another, durably. Returns whether it came to its end.
     fn merge(
         &self,
         one: &One<'_>,
-        images: &Images,
-        (from, into, lacking): (&str, &str, bool),
+        (from, lacking): (&Delta, bool),
+        (into, bytes): (Option<&mut Delta>, u64),
+        rests: bool,
     ) -> Result<bool, String> {
-        let place = one.place.get();
-        let from = place.open_unlocked(images, from)?;
-        let goes_on = |_: Merged| self.goes_on(one);
-        let told = |error: godwit_blockio::Error| error.to_string();
-        let merged = match place.is_own(into)? {
-            true => {
-                let target = Target::Raw(one.own, images.bytes);
-                merge_images(&from, target, lacking, goes_on).map_err(told)?
+        let (mut began, mut copied) = (Instant::now(), 0);
+        let goes_on = |done: Merged| {
+            let piece = done.copied.saturating_sub(copied);
+            if rests && self.goes_on(one) {
+                std::thread::sleep(rest_after(began.elapsed(), piece));
             }
-            false => {
-                let mut into = place.open_unlocked(images, into)?;
-                merge_images(&from, Target::Delta(&mut into), lacking, goes_on).map_err(told)?
-            }
+            (began, copied) = (Instant::now(), done.copied);
+            self.goes_on(one)
         };
+        let target = match into {
+            Some(delta) => Target::Delta(delta),
+            None => Target::Raw(one.own, bytes),
+        };
+        let merged = merge_images(from, target, lacking, goes_on).map_err(|error| {
+            self.tidies.has_failed.store(true, Ordering::SeqCst);
+            error.to_string()
+        })?;
         reached("snapshot.merged");
         Ok(merged.is_some())
     }
 
-    /// Writes down what is left once that is done, and has the disk go on with it.
-    fn commit(&self, one: &One<'_>, tidying: &Tidying) -> Result<Looked, String> {
+    /// Writes down what is left once that is done, and has the disk go on with it. `merged`: the delta that has more content now.
+    fn commit(
+        &self,
+        one: &One<'_>,
+        tidying: &Tidying,
+        merged: Option<Delta>,
+    ) -> Result<Looked, String> {
         let _one = lock(&self.descriptions);
         let Some((images, now)) = self.still(one, tidying)? else {
             return Ok(Looked::Further);
@@ -254,11 +331,10 @@ impl Served {
             let (its, images) = (one.place.clone(), now.clone());
             let changed = standing.change_layers(move |mut had| {
                 let top = had.pop();
-                // Their locks are this disk's own.
-                drop(had);
-                let mut deltas = its.get().open_lower(&images, LOCK_WAIT, false)?;
+                let place = its.get();
+                let mut deltas = place.keep_lower(&images, had, merged, LOCK_WAIT)?;
                 deltas.extend(top);
-                Ok(deltas)
+                place.over_its_parent(&images, deltas, LOCK_WAIT)
             });
             end_unless(changed, &one.place.spec, standing);
         }
@@ -275,23 +351,24 @@ impl Served {
         let Some(_alone) = self.serve_alone(one.index) else {
             return Ok(Looked::Later("it is being served anew"));
         };
-        let place = one.place.get();
+        let mut below = self.target(one, &images, image)?;
         let standing = self.hold_still(one)?;
         standing.settle().map_err(|error| error.to_string())?;
-        if !self.merge(one, &images, (&images.top, image, false))? {
-            return Ok(Looked::Later(NOT_NOW));
+        let top = one.place.get().open_unlocked(&images, &images.top)?;
+        let into = (below.as_mut(), images.bytes);
+        if !self.merge(one, (&top, false), into, false)? {
+            return Ok(self.broken_off(one));
         }
-        if !place.is_own(image)? {
-            let mut below = place.open_unlocked(&images, image)?;
+        drop(top);
+        if let Some(below) = &mut below {
             below.thaw().map_err(|error| error.to_string())?;
         }
         let standing = save_or_back(one, (&images, &now), standing)?;
         reached("snapshot.tidied");
         let (its, after) = (one.place.clone(), now.clone());
-        let changed = standing.change_layers(move |had| {
-            // Their locks are this disk's own.
-            drop(had);
-            its.get().open(&after, LOCK_WAIT, true)
+        let changed = standing.change_layers(move |had| match below {
+            None => Ok(Vec::new()),
+            Some(below) => its.get().keep_under(&after, had, below, LOCK_WAIT),
         });
         end_unless(changed, &one.place.spec, standing);
         clean_up_after(&one.place, &images, &now);
@@ -327,7 +404,7 @@ impl Served {
         let Some(images) = place.load_of(one.own)? else {
             return Ok(None);
         };
-        let bytes = |name: &str| place.bytes_of(&images, name);
+        let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         if images.unneeded(bytes).as_ref() != Some(tidying) || !self.goes_on(one) {
             return Ok(None);
         }
@@ -368,5 +445,29 @@ fn clean_up_after(place: &OwnedPlace, before: &Images, now: &Images) {
                 "an image names one below it that is gone: qemu-img does not find its way"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_begun_while_the_process_is_about_to_become_another_program() {
+        let tidies = Tidies::default();
+        let rests = tidies.rest(Instant::now());
+        assert!(!tidies.may_begin());
+        drop(rests);
+        assert!(tidies.may_begin() && tidies.works());
+        // Who is at it has no more time than that; what is left is tried again after a pause, and why is told.
+        drop(tidies.rest(Instant::now()));
+        tidies.end("there is no room".to_owned());
+        assert_eq!(tidies.why(), "there is no room");
+        assert!(!tidies.works() && !tidies.may_begin());
+        *lock(&tidies.tried) = None;
+        assert!(tidies.may_begin());
+        tidies.end(String::new());
+        *lock(&tidies.tried) = None;
+        assert!(!tidies.may_begin(), "nothing was left");
     }
 }

@@ -89,7 +89,10 @@ fn rows(found: &Snapshots) -> Vec<Vec<String>> {
     let mut rows = Vec::new();
     let mut waiting: Vec<(&SnapshotView, usize)> =
         after(found, None).rev().map(|one| (one, 0)).collect();
-    while let Some((snapshot, depth)) = waiting.pop() {
+    // What is told may be wrong: each has one row at most.
+    while let Some((snapshot, depth)) = waiting.pop()
+        && rows.len() < found.snapshots.len()
+    {
         let is_now = found.after.as_ref() == Some(&snapshot.name);
         let mark = if is_now {
             "  <- the disks came after it"

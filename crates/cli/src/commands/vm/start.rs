@@ -22,20 +22,29 @@ pub(super) async fn start(
     global: &crate::args::Global,
     output: &Output,
 ) -> CommandResult {
-    let (client, request) = (controller(global)?, StartRequest { on });
-    let mut shown = None;
-    let message = loop {
-        let asked = saying(of_vm(&client, vm), client.start(vm, &request)).await;
-        let started = asked.map_err(failure)?;
-        let Some(making) = started.making else {
-            break started.message;
-        };
-        let shown = shown.get_or_insert_with(|| DiskBar::new("is being made", output));
-        follow(shown, &client, vm, making).await?;
-    };
-    drop(shown);
+    let client = controller(global)?;
+    let message = until_it_runs(&client, vm, on, output).await?;
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
+}
+
+/// Asks until it runs. Returns what was said then.
+pub(super) async fn until_it_runs(
+    client: &ControllerClient,
+    vm: &VmName,
+    on: Option<HostName>,
+    output: &Output,
+) -> Result<String, Failure> {
+    let (request, mut shown) = (StartRequest { on }, None);
+    loop {
+        let asked = saying(of_vm(client, vm), client.start(vm, &request)).await;
+        let started = asked.map_err(failure)?;
+        let Some(making) = started.making else {
+            return Ok(started.message);
+        };
+        let shown = shown.get_or_insert_with(|| DiskBar::new("is being made", output));
+        follow(shown, client, vm, making).await?;
+    }
 }
 
 /// Shows the disks until all are there, or their making has ended otherwise, which the next start tells.

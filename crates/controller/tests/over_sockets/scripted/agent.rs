@@ -7,6 +7,7 @@ use super::{DEADLINE, spec, vm};
 use godwit_rpc::agent_client::RULES;
 use godwit_rpc::{Identity, Revocations, Server};
 use godwit_site::HostSite;
+use godwit_types::clones::CloneDisks;
 use godwit_types::forecast::{DirtyRate, LinkMeasured};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
@@ -31,6 +32,9 @@ pub struct Script {
     pub reports: BTreeMap<MigrationId, MigrationReport>,
     pub specs: BTreeMap<MigrationId, MigrationSpec>,
     pub refuse_put_once: Option<ApiError>,
+    pub refuse_disks_once: Option<ApiError>,
+    /// What it was asked to copy first.
+    pub cloning: Option<CloneDisks>,
     pub refuse_start: Option<ApiError>,
     pub refuse_survey: Option<ApiError>,
     /// A guest stands here of what it gave away.

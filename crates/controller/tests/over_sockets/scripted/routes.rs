@@ -11,8 +11,9 @@ use axum::routing::{get, post, put};
 use axum::{Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
+use godwit_types::clones::{CloneDisks, Cloning};
 use godwit_types::console::{ConsoleKept, ConsoleQuery, ConsoleTyped};
-use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
+use godwit_types::control_api::{ConsoleText, DiskMaking, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -419,6 +420,35 @@ async fn between(State(s): State<Shared>, request: Request, next: Next) -> Respo
     Response::from_parts(head, change(false, body).await)
 }
 
+async fn make_disks(State(s): State<Shared>, PathParam(name): Name) -> ApiResult<DisksMaking> {
+    note(&s, format!("make disks {name}"));
+    match script(&s).refuse_disks_once.take() {
+        Some(error) => Err(Failure(error)),
+        None => Ok(Json(DisksMaking::default())),
+    }
+}
+
+/// Who asks first hears that it has begun, and who asks again that all is copied.
+async fn clone_disks(
+    State(s): State<Shared>,
+    PathParam(name): Name,
+    JsonBody(wish): JsonBody<CloneDisks>,
+) -> ApiResult<Cloning> {
+    note(&s, format!("clone {name}"));
+    let mut script = script(&s);
+    let begun = script.cloning.take();
+    let making = begun.is_none().then(|| DiskMaking {
+        disk: "root".into(),
+        done_bytes: 1,
+        total_bytes: 2,
+    });
+    if begun.is_none() {
+        script.cloning = Some(wish);
+    }
+    let whole = begun.map(|begun| begun.spec);
+    Ok(Json(Cloning { making, whole }))
+}
+
 /// What the guest wrote behind that place, and that it is gone.
 async fn console_events(State(s): State<Shared>, RawQuery(query): RawQuery) -> Response {
     let query = ConsoleQuery::parse(query.as_deref().unwrap_or_default()).unwrap();
@@ -444,10 +474,8 @@ pub fn router(shared: Shared) -> Router {
         .route(path::VM, get(show_vm).put(put_vm).delete(delete_vm))
         .route(path::START, post(start))
         .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { note(&s, format!("asked to stop {name}")); hold(&s, "stop").await; set(&s, &name, VmState::Stopped) }))
-        .route(path::DISKS, post(|State(s): S, PathParam(name): Name| async move {
-            note(&s, format!("make disks {name}"));
-            Json(DisksMaking::default())
-        }))
+        .route(path::DISKS, post(make_disks))
+        .route(path::CLONE, post(clone_disks))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))

@@ -200,7 +200,8 @@ impl<'a> Course<'a> {
             boot: Id([7; 16]),
             no_guest_lives: true,
         };
-        let top = Delta::open_top(&log.descriptor, opening(), outliving)?;
+        let file = File::options().read(true).write(true).open(&log.extent)?;
+        let top = Delta::top_of((file, &log.extent), log.id, opening(), outliving)?;
         let standing = self.disk.stand_still(STAND_WAIT)?;
         standing.settle()?;
         standing.change_layers(move |mut had| {

@@ -16,13 +16,16 @@ mod tracked;
 use anyhow::{Context as _, Result, bail};
 use by_logs::Brake;
 use clap::Parser;
+use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, read_descriptor};
 use godwit_blockio::{Access, Image, Waits};
+use godwit_delta::{Id, Parent};
 use godwit_guestmem::RamFile;
 use godwit_tracking::Options;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
 use moving::By;
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,6 +50,12 @@ struct Arguments {
     /// Where the record is written that says which image is the disk
     #[arg(long)]
     record: PathBuf,
+    /// The descriptor of a delta, which is made: the disk is that over --over, and its image holds nothing
+    #[arg(long, requires = "over")]
+    delta: Option<PathBuf>,
+    /// The image that a delta lies over, and that others have, too
+    #[arg(long, requires = "delta")]
+    over: Option<PathBuf>,
     /// Dirty block tracking marks what is still to be read, too
     #[arg(long)]
     no_incremental: bool,
@@ -99,6 +108,7 @@ fn serve(arguments: &Arguments, brake: &Brake) -> Result<Disk> {
     let bytes = std::fs::metadata(&arguments.memory)
         .with_context(|| format!("no memory at {}", arguments.memory.display()))?
         .len();
+    let deltas = deltas(arguments, image.bytes())?;
     let geometry = Geometry {
         bytes: image.bytes(),
         block: BLOCK_BYTES,
@@ -126,9 +136,45 @@ fn serve(arguments: &Arguments, brake: &Brake) -> Result<Disk> {
         has_image: true,
         waits,
         handed: None,
-        deltas: Vec::new(),
+        deltas,
     })?;
     Ok(disk)
+}
+
+/// What a linked disk has over its parent: one that is empty.
+fn deltas(arguments: &Arguments, bytes: u64) -> Result<Vec<Delta>> {
+    let Some((descriptor, over)) = arguments.delta.as_ref().zip(arguments.over.as_ref()) else {
+        return Ok(Vec::new());
+    };
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let map = arguments.memory.with_extension("states");
+    let parent = Parent {
+        cid: 1,
+        hint: "parent.vmdk".to_owned(),
+    };
+    create(&NewDelta {
+        descriptor,
+        bytes,
+        id: Id(id),
+        parent: &parent,
+    })?;
+    let opening = Opening {
+        block_bytes: BLOCK_BYTES,
+        name: "disk",
+        patience: LOCK_WAIT,
+    };
+    let outliving = Outliving {
+        map: &map,
+        boot: Id([1; 16]),
+        no_guest_lives: true,
+    };
+    let extent = descriptor.with_file_name(read_descriptor(descriptor)?.extent);
+    let file = File::options().read(true).write(true).open(&extent)?;
+    let top = Delta::top_of((file, &extent), Id(id), opening, outliving)?;
+    let mut common = Image::open(over, Access::ReadOnly, BLOCK_BYTES)?;
+    common.lock(&format!("disk-{}", std::process::id()), LOCK_WAIT)?;
+    Ok(vec![top.over(common)?])
 }
 
 /// Whoever started this may be gone; then standard input ends, too.

@@ -1,0 +1,120 @@
+//! VMs that are made as copies of others: entered once their disks are copied, and whole or not there whatever fails.
+
+use crate::scripted::{Agent, FORCED, House, host, refused, spec, vm};
+use godwit_types::clones::CloneVm;
+use godwit_types::control_api::StartRequest;
+use godwit_types::vm::{DiskSpec, VmState};
+use godwit_types::{ApiError, ErrorCode};
+
+fn wish() -> CloneVm {
+    CloneVm {
+        new: vm("web2"),
+        snapshot: None,
+    }
+}
+
+/// A VM with a disk, which ran there and is off.
+async fn off(house: &House) -> Agent {
+    let (a, client) = (house.host("a").await, house.client());
+    let mut web = spec("web");
+    web.disks.push(DiskSpec::new("root", "/srv/web-root.raw"));
+    client.create_vm(&web).await.unwrap();
+    refused!(client.clone_vm(&vm("web"), &wish()).await, WrongState);
+    let on = Some(host("a"));
+    client
+        .start(&vm("web"), &StartRequest { on })
+        .await
+        .unwrap();
+    client.stop(&vm("web"), &FORCED).await.unwrap();
+    a
+}
+
+/// Where a call was made among all.
+fn place(agent: &Agent, call: &str) -> usize {
+    let script = agent.script();
+    let mut calls = script.calls.iter();
+    calls.position(|made| made.starts_with(call)).unwrap()
+}
+
+fn error() -> ApiError {
+    ApiError::new(ErrorCode::Internal, "the disk is full")
+}
+
+#[tokio::test]
+async fn a_clone_is_entered_once_its_disks_are_copied_and_is_off_on_that_host() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    let itself = CloneVm {
+        new: vm("web"),
+        ..wish()
+    };
+    refused!(client.clone_vm(&vm("web"), &itself).await, InvalidRequest);
+    let begun = client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    assert_eq!(begun.making.unwrap().disk, "root");
+    refused!(client.vm(&vm("web2")).await, UnknownVm);
+    let done = client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    assert!(done.making.is_none(), "{done:?}");
+    assert!(done.message.contains("is off"), "{}", done.message);
+    let (web, clone) = (house.vm("web").await, house.vm("web2").await);
+    assert_eq!(
+        (clone.state, clone.host),
+        (VmState::Stopped, Some(host("a")))
+    );
+    let disk = &clone.spec.disks[0];
+    assert_eq!(
+        (disk.path.as_str(), &disk.from),
+        ("/srv/web2-root.raw", &None)
+    );
+    assert_ne!(clone.spec.nics[0].mac, web.spec.nics[0].mac);
+    assert!(clone.spec.uid.is_some() && clone.spec.uid != web.spec.uid);
+    // It has the machine on which the other one ran, and the host knows it so.
+    let told = a.script().vms[&vm("web2")].spec.clone();
+    assert_eq!(told.machine, "pc-q35-7.2");
+    assert_eq!((told.disks, told.uid), (clone.spec.disks, clone.spec.uid));
+    assert!(place(&a, "make disks web2") < place(&a, "put web2"));
+    refused!(client.clone_vm(&vm("web"), &wish()).await, AlreadyExists);
+    client
+        .start(&vm("web2"), &StartRequest::default())
+        .await
+        .unwrap();
+    assert_eq!(house.vm("web2").await.host, Some(host("a")));
+}
+
+#[tokio::test]
+async fn a_clone_whose_disks_have_no_names_yet_is_finished_by_who_asks_again() {
+    let mut house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    a.script().refuse_disks_once = Some(error());
+    refused!(client.clone_vm(&vm("web"), &wish()).await, Internal);
+    let (asked, clone) = (a.calls("clone"), house.vm("web2").await);
+    assert!(clone.spec.is_clone_in_part() && clone.host.is_none());
+    // Also by the next controller: what was copied is not copied again.
+    house.stop().await;
+    house.start().await;
+    house.until_in_charge().await;
+    house.until_vm("web", VmState::Stopped, "a").await;
+    let client = house.client();
+    let done = client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    assert!(done.making.is_none() && a.calls("clone") == asked);
+    let clone = house.vm("web2").await;
+    assert!(!clone.spec.is_clone_in_part());
+    assert_eq!(clone.host, Some(host("a")));
+}
+
+#[tokio::test]
+async fn a_clone_of_which_its_host_could_not_be_told_is_there_all_the_same() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    a.script().refuse_put_once = Some(error());
+    let refused = client.clone_vm(&vm("web"), &wish()).await.unwrap_err();
+    let told = "start it with 'godwit vm start web2 --on a'";
+    assert!(refused.to_string().contains(told), "{refused}");
+    let on = Some(host("a"));
+    client
+        .start(&vm("web2"), &StartRequest { on })
+        .await
+        .unwrap();
+    assert_eq!(house.vm("web2").await.state, VmState::Running);
+}

@@ -1,0 +1,239 @@
+//! Linked disks as a person has them: VMs over one image, which none of them changes and nobody may write any more.
+
+use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
+use godwit_e2e::stack::{Plan, SOON, Stack};
+use godwit_testkit::guest::boot_disk;
+use std::fs::File;
+
+const STORE: &str = "/var/tmp/fast";
+const SLOW: &str = "/var/tmp/slow";
+const BASE: &str = "/var/tmp/fast/base.raw";
+const BYTES: usize = 4 << 20;
+
+/// Host a has a datastore with an image that boots.
+fn with_base(name: &str) -> Result<Stack> {
+    let mut plan = Plan::default();
+    plan.hosts[0].config = format!(
+        "datastores = {{ fast = {{ path = \"{STORE}\" }}, slow = {{ path = \"{SLOW}\" }} }}\n"
+    );
+    let stack = Stack::new(name, &plan)?;
+    stack.make_directory("a", STORE)?;
+    stack.make_directory("a", SLOW)?;
+    std::fs::write(stack.inside("a", BASE)?, base()?)?;
+    allow(&stack, "644")?;
+    Ok(stack)
+}
+
+fn allow(stack: &Stack, mode: &str) -> Result<()> {
+    let mut command = stack.machine("a")?.command("chmod");
+    ensure!(command.args([mode, BASE]).status()?.success());
+    Ok(())
+}
+
+fn base() -> Result<Vec<u8>> {
+    let mut content = boot_disk::sector()?;
+    content.resize(BYTES, 7);
+    content
+        .get_mut(512..64 << 10)
+        .context("a short image")?
+        .fill(0);
+    Ok(content)
+}
+
+fn lines(vm: &str) -> String {
+    format!(
+        "[[disk]]\nname = \"root\"\npath = \"{STORE}/{vm}.raw\"\nfrom = \"{BASE}\"\nlinked = true\n"
+    )
+}
+
+fn begin(stack: &Stack, vm: &str) -> Result<()> {
+    let file = describe(stack, vm, &lines(vm))?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    stack.ok("controller", &["vm", "start", vm, "--on", "a"])?;
+    goes_on_at(stack, vm, "a")
+}
+
+fn round(stack: &Stack, vm: &str) -> Result<u32> {
+    let ram = File::open(stack.ram_file(vm, "a")?)?;
+    Ok(boot_disk::progress(&ram)?.round)
+}
+
+/// Has a VM stand still, and then go off; returns the round that it was in.
+fn stop(stack: &Stack, vm: &str) -> Result<u32> {
+    stack.ok("controller", &["vm", "pause", vm])?;
+    let round = round(stack, vm)?;
+    stack.ok("controller", &["vm", "stop", vm, "--force"])?;
+    stack.until("the VM is off", SOON, || {
+        Ok(stack.vm(vm)?["state"] == "stopped")
+    })?;
+    Ok(round)
+}
+
+/// What a VM that is off has on its disk, as qemu-img reads it.
+fn disk_of(stack: &Stack, vm: &str) -> Result<File> {
+    let (top, read) = (
+        format!("{STORE}/{vm}.raw.d1.vmdk"),
+        format!("{STORE}/{vm}.read"),
+    );
+    let mut command = stack.machine("a")?.command("qemu-img");
+    let converted = command
+        .args(["convert", "-f", "vmdk", "-O", "raw", &top, &read])
+        .output()?;
+    ensure!(converted.status.success(), "{converted:?}");
+    Ok(File::open(stack.inside("a", &read)?)?)
+}
+
+fn base_is_unchanged(stack: &Stack) -> Result<()> {
+    ensure!(std::fs::read(stack.inside("a", BASE)?)? == base()?);
+    Ok(())
+}
+
+/// The images of a VM's disk, by its description.
+fn images(stack: &Stack, vm: &str) -> Result<Vec<String>> {
+    let described = stack.inside("a", format!("{STORE}/{vm}.raw.images"))?;
+    let described: serde_json::Value = serde_json::from_slice(&std::fs::read(described)?)?;
+    let images = described["images"].as_object().context("no images")?;
+    Ok(images.keys().cloned().collect())
+}
+
+fn is_refused(stack: &Stack, words: &[&str], told: &str) -> Result<()> {
+    let ran = stack.run("controller", words)?;
+    let said = format!("{}{}", ran.stdout, ran.stderr);
+    ensure!(ran.code != Some(0) && said.contains(told), "{ran:?}");
+    Ok(())
+}
+
+#[test]
+fn two_vms_over_one_image_write_each_its_own_and_neither_the_image() -> Result<()> {
+    let stack = with_base("linked")?;
+    for vm in ["one", "two"] {
+        begin(&stack, vm)?;
+        let shown = stack.vm(vm)?;
+        let disk = &shown["spec"]["disk"][0];
+        let begins = disk.get("linked").or(disk.get("from"));
+        ensure!(begins.is_none(), "it is made: {shown}");
+    }
+    // A successor goes on with all that was answered.
+    stack.kill_vm_process("one", "a")?;
+    goes_on_at(&stack, "one", "a")?;
+    let one = stop(&stack, "one")?;
+    while round(&stack, "two")? < one + 20 {
+        goes_on_at(&stack, "two", "a")?;
+    }
+    let two = stop(&stack, "two")?;
+    for (vm, own, other) in [("one", one, two), ("two", two, one)] {
+        let disk = disk_of(&stack, vm)?;
+        ensure!(boot_disk::missing(&disk, own)?.is_none(), "{vm}: {own}");
+        ensure!(boot_disk::missing(&disk, other)?.is_some(), "{vm}: {other}");
+        ensure!(disk.metadata()?.len() == BYTES as u64);
+        let file = stack.inside("a", format!("{STORE}/{vm}.raw"))?;
+        let own = std::fs::read(file)?;
+        ensure!(own.iter().all(|byte| *byte == 0), "it is read by nobody");
+    }
+    base_is_unchanged(&stack)?;
+    for vm in ["one", "two"] {
+        stack.ok("controller", &["vm", "start", vm])?;
+        goes_on_at(&stack, vm, "a")?;
+        stack.remove(vm)?;
+    }
+    base_is_unchanged(&stack)
+}
+
+#[test]
+fn an_image_that_disks_are_linked_to_is_neither_written_nor_exchanged() -> Result<()> {
+    let stack = with_base("linkedto")?;
+    begin(&stack, "one")?;
+    // By its rights any guest's hypervisor could.
+    allow(&stack, "666")?;
+    let other = format!("[[disk]]\nname = \"root\"\npath = \"{BASE}\"\n");
+    let file = describe(&stack, "three", &other)?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    let start = ["vm", "start", "three", "--on", "a"];
+    is_refused(&stack, &start, "linked disks begin as")?;
+    stop(&stack, "one")?;
+    is_refused(&stack, &start, "linked disks begin as")?;
+
+    let path = stack.inside("a", BASE)?;
+    let aside = path.with_extension("aside");
+    std::fs::rename(&path, &aside)?;
+    let start = ["vm", "start", "one"];
+    is_refused(&stack, &start, "is linked to the image")?;
+    // Content alone: what a copy has that keeps no attributes.
+    std::fs::write(&path, std::fs::read(&aside)?)?;
+    is_refused(&stack, &start, "what is there now is another one")?;
+    std::fs::rename(&aside, &path)?;
+    stack.ok("controller", &start)?;
+    goes_on_at(&stack, "one", "a")?;
+    base_is_unchanged(&stack)
+}
+
+#[test]
+fn a_linked_disk_has_snapshots_and_stays_linked_when_they_are_deleted() -> Result<()> {
+    let stack = with_base("linkedsnap")?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    begin(&stack, "one")?;
+    stack.make_directory("b", STORE)?;
+    let migrate = ["vm", "migrate", "one", "--to", "b", "--dry-run"];
+    is_refused(&stack, &migrate, "is linked to another image")?;
+    ok(&["vm", "snapshot", "create", "one", "clean"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stop(&stack, "one")?;
+    ok(&["vm", "snapshot", "revert", "one", "clean"])?;
+    ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "snapshot", "delete", "one", "clean"])?;
+    stack.until("it is merged", SOON, || {
+        Ok(images(&stack, "one")?.len() == 2)
+    })?;
+    goes_on_at(&stack, "one", "a")?;
+    ensure!(images(&stack, "one")?.contains(&BASE.to_owned()));
+    base_is_unchanged(&stack)?;
+    // What is over it now is read by its own name.
+    stop(&stack, "one")?;
+    ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stack.remove("one")?;
+    base_is_unchanged(&stack)
+}
+
+#[test]
+fn a_linked_disk_that_moves_to_another_datastore_is_one_image_there() -> Result<()> {
+    let stack = with_base("linkedmoved")?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    begin(&stack, "one")?;
+    let tracked = ["vm", "move-disk", "one", "--to", "slow", "--method"];
+    let tracked = [&tracked[..], &["dirty-tracking"]].concat();
+    is_refused(&stack, &tracked, "only the mirror copies all")?;
+    ok(&["vm", "snapshot", "create", "one", "clean"])?;
+    let to_slow = ["vm", "move-disk", "one", "--to", "slow"];
+    is_refused(&stack, &to_slow, "it has snapshots")?;
+    ok(&["vm", "snapshot", "delete", "one", "clean"])?;
+    stack.until("it is merged", SOON, || {
+        Ok(images(&stack, "one")?.len() == 2)
+    })?;
+    ok(&to_slow)?;
+    goes_on_at(&stack, "one", "a")?;
+    let moved = format!("{SLOW}/one-root.raw");
+    ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);
+    let left = stack.inside("a", STORE)?;
+    stack.until("what it was before is gone", SOON, || {
+        let mut names = std::fs::read_dir(&left)?
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<Result<Vec<String>>>()?;
+        names.retain(|name| name.starts_with("one"));
+        Ok(names.is_empty())
+    })?;
+    stack.kill_vm_process("one", "a")?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "pause", "one"])?;
+    image_has_all_at(&stack, "one", (&moved, "a"))?;
+    // What the guest has never written came along.
+    let tail = std::fs::read(stack.inside("a", &moved)?)?;
+    let (tail, of_base) = (tail.get(64 << 10..), base()?);
+    ensure!(tail == of_base.get(64 << 10..), "it is another content");
+    ok(&["vm", "resume", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stack.remove("one")?;
+    base_is_unchanged(&stack)
+}

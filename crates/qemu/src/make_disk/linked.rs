@@ -1,0 +1,292 @@
+//! Makes a disk that begins as an image which others begin as, too: nothing of that is copied.
+//!
+//! The disk's own file is as long as its parent and holds nothing: by it everybody else knows the disk. Beside it lie an empty delta over the parent, which
+//! gets what the guest writes, and the description of both. The parent bears a mark from before its first disk was there, by which nobody writes it any more.
+//!
+//! The order is what counts: the mark, the delta, the disk's own file, which says that it is a part, and last the description. Whoever dies between leaves
+//! a file that is refused as a disk, and that the next one who makes this disk begins anew; and a delta that holds nothing, which goes with the VM's
+//! next snapshot.
+//!
+//! Owns the parent's lock while the disk is made. Refuses: parents that are no raw files in a datastore, that are somebody's disk, or that are in use for
+//! writing, and another length than the parent's.
+
+use super::source::LOCK_WAIT;
+use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
+use crate::disk::{NotOpened, must_be_no_devices, open_looked_at};
+use crate::layered::must_be_whole;
+use crate::parent::{bear, is_parent};
+use crate::qcow2::{Format, HEAD_MAX, format_of};
+use crate::reserved::place_of_open;
+use crate::rights::as_user;
+use crate::user::User;
+use crate::whose::whose;
+use godwit_blockio::delta::{NewDelta, create, describe_base};
+use godwit_blockio::{Access, lock_file};
+use godwit_delta::{Id, Parent as Below};
+use godwit_ownership::ImageRecord;
+use godwit_snapshots::{Common, Fresh, Images};
+use godwit_store::save_json;
+use godwit_types::snapshots::{LAYERED_MARK, description_of};
+use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
+use rustix::fs::{AtFlags, CWD, OFlags, XattrFlags, fsetxattr, statat, unlinkat};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+/// So many names are tried for the delta.
+const NUMBERS_MAX: u64 = 64;
+
+/// What a disk begins as: open, locked against being written, and with its mark.
+#[derive(Debug)]
+pub(super) struct Parent {
+    path: String,
+    bytes: u64,
+    /// The number that it bears.
+    id: String,
+    /// Nobody gets it for writing as long as this is open.
+    _file: File,
+}
+
+impl Parent {
+    /// Judged with the rights of the common user. The mark is written with those of this process, where that has any: that user should not be able to
+    /// write it.
+    pub fn prepare(disk: &DiskSpec, maker: &Maker<'_>) -> Result<Self, String> {
+        let path = disk.from.as_deref().unwrap_or_default();
+        let User { uid, gid } = maker.user;
+        let opened = as_user(uid, gid, || Ok(open(path, disk, maker)));
+        let (file, bytes) = opened.map_err(|errno| errno.to_string()).flatten()?;
+        let number = random_number()?;
+        let id = bear(&file, &number).or_else(|why| {
+            let theirs = as_user(uid, gid, || Ok(bear(&file, &number)));
+            theirs.unwrap_or(Err(why))
+        });
+        let id = id.map_err(|why| format!("no disk is linked to the image {path}: {why}"))?;
+        Ok(Self {
+            path: path.to_owned(),
+            bytes,
+            id,
+            _file: file,
+        })
+    }
+}
+
+/// Opens what a disk is to begin as, and refuses what cannot be that.
+fn open(path: &str, disk: &DiskSpec, maker: &Maker<'_>) -> Result<(File, u64), String> {
+    let User { uid, gid } = maker.user;
+    let named = Path::new(path);
+    let opened = open_looked_at(CWD, named, OFlags::RDONLY);
+    let file = opened.map_err(|why| match why {
+        NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => format!(
+            "the image {path} does not exist on this host: copy it there or correct the VM"
+        ),
+        NotOpened::Errno(Errno::ACCESS | Errno::PERM) => format!(
+            "the image {path} may not be read by QEMU's common user (uid {uid}, group {gid}): let that user read it"
+        ),
+        why => format!("the image {path} cannot be read: {why}"),
+    })?;
+    let refused = |why: String| format!("no disk is linked to the image {path}: {why}");
+    let cannot = |error: std::io::Error| format!("the image {path} cannot be read: {error}");
+    let found = file.metadata().map_err(cannot)?;
+    if !found.is_file() {
+        let why = "it is a block device: copy it to a file in a datastore, or leave out `linked`";
+        return Err(refused(why.to_owned()));
+    }
+    refuse_reserved(&file, named, maker.reserved)?;
+    must_be_in_store(&file, maker).map_err(refused)?;
+    must_be_whole(&file, path)?;
+    if let Some(ImageRecord { vm, disk, .. }) = whose(&file) {
+        return Err(refused(format!(
+            "it says that it is disk '{disk}' of VM '{vm}', whose guest writes it: make a copy for this, or, if it is no disk any more, 'godwit image release {path}' on this host first"
+        )));
+    }
+    must_be_raw(&file).map_err(refused)?;
+    let bytes = found.len();
+    if bytes == 0 || !bytes.is_multiple_of(BLOCK) || bytes > DISK_GIB_MAX << 30 {
+        return Err(refused(format!(
+            "its {bytes} bytes are no whole blocks of {BLOCK} bytes, or more than {DISK_GIB_MAX} GiB: make it longer first, as with 'truncate -s %{BLOCK} {path}'"
+        )));
+    }
+    must_be_as_long(disk, bytes, &file).map_err(refused)?;
+    lock(&file, disk, maker)?;
+    Ok((file, bytes))
+}
+
+fn must_be_in_store(file: &File, maker: &Maker<'_>) -> Result<(), String> {
+    let place = place_of_open(file).map_err(|error| error.to_string())?;
+    let is_in =
+        |store: &PathBuf| std::fs::canonicalize(store).is_ok_and(|store| place.starts_with(store));
+    match maker.stores.iter().any(is_in) {
+        true => Ok(()),
+        false => Err(format!(
+            "it is {}, which is in no datastore of this host: put it in one that [datastores] in host.toml names, where it stays for as long as disks are linked to it",
+            place.display()
+        )),
+    }
+}
+
+fn must_be_raw(file: &File) -> Result<(), String> {
+    let mut head = vec![0; HEAD_MAX];
+    let length = file.read_at(&mut head, 0);
+    let length = length.map_err(|error| error.to_string())?;
+    let remedy = "linked disks begin as raw images: make one of it with 'qemu-img convert -O raw', or leave out `linked`, which makes a copy of its own";
+    match format_of(head.get(..length).unwrap_or_default()) {
+        Ok(Format::Raw) => Ok(()),
+        Ok(Format::Qcow2(_)) => Err(format!("it is a qcow2 image, and {remedy}")),
+        Err(why) => Err(format!("{why}; {remedy}")),
+    }
+}
+
+fn must_be_as_long(disk: &DiskSpec, bytes: u64, file: &File) -> Result<(), String> {
+    let Some(wanted) = disk.wanted_bytes().filter(|wanted| *wanted != bytes) else {
+        return Ok(());
+    };
+    let gib = wanted >> 30;
+    let remedy = match (wanted > bytes, is_parent(file)) {
+        (true, Ok(false)) => {
+            format!(", or, before the first disk is linked to it, 'truncate -s {gib}G' on it")
+        }
+        _ => String::new(),
+    };
+    Err(format!(
+        "it has {bytes} bytes, as a disk has that is linked to it, and size_gib = {gib} is another length: leave that out{remedy}"
+    ))
+}
+
+fn lock(file: &File, disk: &DiskSpec, maker: &Maker<'_>) -> Result<(), String> {
+    let path = Path::new(disk.from.as_deref().unwrap_or_default());
+    let reader = format!("{}/{}/from", maker.vm, disk.name);
+    match lock_file(file, path, Access::ReadOnly, &reader, LOCK_WAIT) {
+        Err(error @ godwit_blockio::Error::InUse { .. }) => Err(error.to_string()),
+        Err(error) => {
+            tracing::warn!(%error, "nobody is kept from writing what a disk is linked to just now");
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+impl Maker<'_> {
+    /// Makes a disk over its parent, unless it is there, with the rights of the common user.
+    pub(super) fn link(&self, disk: &DiskSpec, parent: &Parent) -> Result<(), String> {
+        let path = Path::new(&disk.path);
+        if !path.exists() {
+            must_be_no_devices(path).map_err(|error| error.to_string())?;
+        }
+        let place = Place::open(path, self.reserved, self.user)?;
+        let mark = mark_of(self.vm, disk);
+        if place.has(path, &mark)? {
+            if place.is_described() {
+                return Ok(());
+            }
+            // Whoever made it died before it was a disk, and nobody has used it.
+            unlinkat(&place.dir, &place.name, AtFlags::empty())
+                .map_err(|errno| format!("{} cannot be made anew: {errno}", path.display()))?;
+        }
+        place.must_suit(path)?;
+        let failed = |why: String| format!("{} cannot be made: {why}", path.display());
+        let (fresh, number) = (place.fresh_delta().map_err(failed)?, random_number()?);
+        let common = Common {
+            path: &parent.path,
+            id: &parent.id,
+        };
+        let images = Images::linked(common, parent.bytes, &number, &fresh).map_err(failed)?;
+        make_delta(path, parent, &fresh).map_err(failed)?;
+        place.make_own(path, parent.bytes, (&number, &mark))?;
+        let described = save_json(&description_of(path), &images);
+        described.map_err(|error| failed(error.to_string()))
+    }
+}
+
+impl Place {
+    fn is_described(&self) -> bool {
+        let described = description_of(Path::new(&self.name));
+        statat(&self.dir, &described, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// A delta under whose name there is nothing yet.
+    fn fresh_delta(&self) -> Result<Fresh, String> {
+        let own = self.name.to_str();
+        let own = own.ok_or("its name is no text: give it another path")?;
+        let is_free = |name: &String| {
+            let files = [format!("{name}.vmdk"), format!("{name}-sesparse.vmdk")];
+            let mut files = files.iter();
+            files.all(|file| statat(&self.dir, file, AtFlags::SYMLINK_NOFOLLOW).is_err())
+        };
+        let mut names = (1..=NUMBERS_MAX).map(|number| Images::name_of(own, number));
+        let name = names.find(is_free).ok_or_else(|| {
+            format!("there are files under the first {NUMBERS_MAX} names for what is written to it: see whose they are")
+        })?;
+        let id = random_number()?;
+        Ok(Fresh {
+            name,
+            id,
+            elsewhere: None,
+        })
+    }
+
+    /// The disk's own file, which says that it is a part of it before it has its name.
+    fn make_own(
+        &self,
+        path: &Path,
+        bytes: u64,
+        (number, mark): (&str, &str),
+    ) -> Result<(), String> {
+        let fresh = self.begin(path)?;
+        let failed = |why: String| format!("{} cannot be made: {why}", path.display());
+        let made = fill(&fresh, bytes, (number, mark)).map_err(failed);
+        let made = made.and_then(|()| self.name(path));
+        if made.is_err() {
+            self.discard();
+        }
+        made
+    }
+}
+
+fn fill(fresh: &File, bytes: u64, (number, mark): (&str, &str)) -> Result<(), String> {
+    fresh.set_len(bytes).map_err(|error| error.to_string())?;
+    let flags = XattrFlags::empty();
+    let marked = fsetxattr(fresh, LAYERED_MARK, number.as_bytes(), flags);
+    marked.map_err(|errno| match errno {
+        Errno::OPNOTSUPP => "its storage keeps no extended attributes, by which an image and what lies beside it know each other: give it a path in a datastore that does (ext4, XFS, Btrfs, or NFS 4.2 from Linux 5.9 on)".to_owned(),
+        errno => errno.to_string(),
+    })?;
+    finish(fresh, mark).map_err(|error| error.to_string())
+}
+
+/// Durably. What was begun holds nothing: it is removed with others that nobody names.
+fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String> {
+    let hint = format!("{}.vmdk", parent.path);
+    let cid = id_of(&parent.id)?.cid();
+    let above = Path::new(&hint);
+    let name = Path::new(&parent.path).file_name().unwrap_or_default();
+    let name = name.to_string_lossy();
+    if above.symlink_metadata().is_err()
+        && let Err(error) = describe_base(above, &name, (parent.bytes, cid))
+    {
+        tracing::info!(%error, "what a disk is linked to has no descriptor: qemu-img does not find its way to it");
+    }
+    let (descriptor, below) = (
+        path.with_file_name(format!("{}.vmdk", fresh.name)),
+        Below { cid, hint },
+    );
+    let new = NewDelta {
+        descriptor: &descriptor,
+        bytes: parent.bytes,
+        id: id_of(&fresh.id)?,
+        parent: &below,
+    };
+    create(&new).map(drop).map_err(|error| error.to_string())
+}
+
+/// Of 128 bits, in hexadecimal digits.
+fn random_number() -> Result<String, String> {
+    let mut number = [0; 16];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(format!("{:032x}", u128::from_be_bytes(number)))
+}
+
+fn id_of(digits: &str) -> Result<Id, String> {
+    let number = u128::from_str_radix(digits, 16).map_err(|error| error.to_string())?;
+    Ok(Id(number.to_be_bytes()))
+}

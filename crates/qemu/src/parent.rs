@@ -1,0 +1,91 @@
+//! Images as which linked disks begin, and by which mark they are known.
+//!
+//! Many disks read such an image, and what they lack would change with it: so it bears a random number, durably, before the first disk is linked to
+//! it, and whoever opens it for writing afterwards is refused. A disk knows its image by that number: another one in its place has another, or none.
+//! Owns nothing: the mark is the image's. Refuses: to guess where a mark cannot be read, and storage that keeps none.
+
+use godwit_types::snapshots::{PARENT_MARK, PARENT_MARK_DIGITS};
+use rustix::fs::{XattrFlags, fgetxattr, fsetxattr, fsync};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+/// Whether an image bears a mark, whatever that says.
+pub fn is_parent(image: impl AsFd) -> Result<bool, Errno> {
+    match fgetxattr(image, PARENT_MARK, &mut [0; PARENT_MARK_DIGITS][..]) {
+        Ok(_) | Err(Errno::RANGE) => Ok(true),
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The number that an image bears; nothing where it bears none, or none of ours.
+pub fn parent_id(image: impl AsFd) -> Result<Option<String>, Errno> {
+    let mut value = [0; PARENT_MARK_DIGITS];
+    let length = match fgetxattr(image, PARENT_MARK, &mut value[..]) {
+        Ok(length) => length,
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::RANGE) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let digits = value.get(..length).unwrap_or_default();
+    let digits = String::from_utf8_lossy(digits).into_owned();
+    let is_number = digits.len() == PARENT_MARK_DIGITS;
+    let is_number = is_number && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    Ok(is_number.then_some(digits))
+}
+
+/// Why an image is not opened for writing.
+pub fn is_not_written(path: &Path) -> String {
+    format!(
+        "{} is what linked disks begin as, and is not written any more, since they would change with it: give this disk another image, or a copy of it ('from' without 'linked'); once no disk is linked to it, 'setfattr -x {PARENT_MARK} FILE' has it be written again",
+        path.display()
+    )
+}
+
+/// Has an image bear this number, durably, unless it bears one; returns the one that it bears. Why not is the end of a sentence that names it.
+pub(crate) fn bear(image: &File, number: &str) -> Result<String, String> {
+    let told = |error: Errno| {
+        match error {
+        Errno::OPNOTSUPP => {
+            "its storage keeps no extended attributes (user.*), by which it is known that nobody may write it: put it in a datastore that does (ext4, XFS, Btrfs, or NFS 4.2 from Linux 5.9 on)".to_owned()
+        }
+        Errno::ACCESS | Errno::PERM | Errno::ROFS => format!(
+            "it cannot bear the mark that nobody may write it ({error}): have it be a file of root or of the host's common user on storage that can be written, without 'chattr +i'"
+        ),
+        error => format!("the mark that nobody may write it cannot be written: {error}"),
+    }
+    };
+    match fsetxattr(image, PARENT_MARK, number.as_bytes(), XattrFlags::CREATE) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(told(error)),
+    }
+    // Whoever wrote it may have died before it was durable.
+    fsync(image).map_err(told)?;
+    let borne = parent_id(image).map_err(told)?;
+    borne.ok_or_else(|| {
+        format!("it bears an attribute {PARENT_MARK} which is none of Godwit's: see who has written that")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NUMBER: &str = "0123456789abcdef0123456789abcdef";
+
+    #[test]
+    fn an_image_bears_the_first_number_that_it_was_given_and_is_not_written_from_then_on() {
+        let image = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        let file = image.as_file();
+        assert_eq!((is_parent(file), parent_id(file)), (Ok(false), Ok(None)));
+        assert_eq!(bear(file, NUMBER), Ok(NUMBER.to_owned()));
+        assert_eq!(bear(file, &NUMBER.replace('0', "7")), Ok(NUMBER.to_owned()));
+        assert_eq!(is_parent(file), Ok(true));
+        for strange in ["7", &"7".repeat(100)] {
+            fsetxattr(file, PARENT_MARK, strange.as_bytes(), XattrFlags::empty()).unwrap();
+            assert_eq!((is_parent(file), parent_id(file)), (Ok(true), Ok(None)));
+            assert!(bear(file, NUMBER).unwrap_err().contains("none of Godwit's"));
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! What lay over the own image of a linked disk that is one image elsewhere by now: it goes before that image does.
+//!
+//! Owns nothing: the files are named by the description beside the image. Whoever dies in between leaves an image that bears its mark, and whoever looks
+//! next goes on. Refuses: to remove what a description names that is not this image's, deltas that say that they are others, and anything of a disk with
+//! snapshots.
+
+use super::BLOCK;
+use super::described::bears_mark_of;
+use super::entry::Entry;
+use super::former::{Former, is_device};
+use super::images::remove;
+use super::layers::id_of;
+use super::told;
+use godwit_blockio::delta::Delta;
+use godwit_ownership::Is;
+use godwit_qemu::disk::open_looked_at;
+use godwit_snapshots::{Images, Kind};
+use godwit_store::load_json;
+use godwit_types::snapshots::description_of;
+use rustix::fs::{CWD, OFlags};
+use std::os::fd::AsFd as _;
+use std::path::Path;
+
+/// What the log is told once of: it may be tried for days.
+const ABOVE: &str = "above";
+
+/// Removes it all, with the description. Returns whether there is nothing more of it, as of an image that was all of its disk.
+pub(super) fn remove_above(former: &Former<'_>) -> bool {
+    if is_device(former.image) {
+        return true;
+    }
+    match remove_described(former) {
+        Ok(is_gone) => is_gone,
+        Err(why) => {
+            if told::is_news((ABOVE, former.path), &why) {
+                let (disk, path) = (former.disk, former.path.display());
+                tracing::warn!(disk, %path, why, "what lies over a disk's former image is left alone");
+            }
+            false
+        }
+    }
+}
+
+fn remove_described(former: &Former<'_>) -> Result<bool, String> {
+    let at = description_of(former.path);
+    if at.symlink_metadata().is_err() {
+        return Ok(true);
+    }
+    let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {
+        let is_it = former.compare(found, &entry)? == Is::It;
+        is_it.then(|| entry.open()).transpose()
+    });
+    // What is there in its place is not removed either, nor what belongs to that.
+    let Some(image) = looked.map_err(|error| error.to_string())? else {
+        return Ok(true);
+    };
+    let images: Option<Images> = load_json(&at).map_err(|error| error.to_string())?;
+    let images = images.ok_or("its description is gone")?;
+    images.check()?;
+    if !bears_mark_of(image.as_fd(), &images)? || !images.is_linked_only() {
+        return Err("it is no description of a linked disk which that image was".to_owned());
+    }
+    let deltas = images.images.iter();
+    let deltas = deltas.filter(|(_, image)| image.kind == Kind::Delta);
+    for (name, delta) in deltas {
+        let beside = |end: &str| former.path.with_file_name(format!("{name}{end}"));
+        let (descriptor, extent) = (beside(".vmdk"), beside("-sesparse.vmdk"));
+        must_be(&extent, delta.id.as_deref().unwrap_or_default())?;
+        if !(remove(&descriptor) && remove(&extent)) {
+            return Ok(false);
+        }
+    }
+    Ok(remove(&at))
+}
+
+/// Refuses another file than this delta; nothing may be there any more.
+fn must_be(extent: &Path, id: &str) -> Result<(), String> {
+    if extent.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    let id = id_of(id).ok_or("the name of a delta is no number")?;
+    let file = open_looked_at(CWD, extent, OFlags::RDWR | OFlags::NOFOLLOW);
+    let file = file.map_err(|why| format!("{}: {why}", extent.display()))?;
+    let opened = Delta::unlocked((file, extent), id, BLOCK);
+    opened.map(drop).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_blockio::delta::{NewDelta, create};
+    use godwit_delta::{Id, Parent};
+    use godwit_qemu::disk::identity_of;
+    use godwit_snapshots::{Common, Fresh};
+    use godwit_store::save_json;
+    use godwit_types::snapshots::LAYERED_MARK;
+    use rustix::fs::{XattrFlags, fsetxattr};
+    use std::fs::File;
+
+    const BYTES: u64 = 1 << 20;
+
+    struct Disk {
+        dir: tempfile::TempDir,
+        mark: String,
+    }
+
+    impl Disk {
+        fn new() -> Self {
+            let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+            let disk = Self {
+                dir,
+                mark: "5".repeat(32),
+            };
+            let own = File::create(disk.own()).unwrap();
+            own.set_len(BYTES).unwrap();
+            disk.says(&own, &disk.mark);
+            let fresh = Fresh {
+                name: "root.raw.d1".to_owned(),
+                id: format!("{:032x}", 7),
+                elsewhere: None,
+            };
+            let id = "9".repeat(32);
+            let common = Common {
+                path: "/srv/base.raw",
+                id: &id,
+            };
+            let images = Images::linked(common, BYTES, &disk.mark, &fresh).unwrap();
+            save_json(&description_of(&disk.own()), &images).unwrap();
+            disk.make_delta(7);
+            disk
+        }
+
+        fn own(&self) -> std::path::PathBuf {
+            self.dir.path().join("root.raw")
+        }
+
+        fn says(&self, own: &File, mark: &str) {
+            let flags = XattrFlags::empty();
+            fsetxattr(own, LAYERED_MARK, mark.as_bytes(), flags).unwrap();
+        }
+
+        fn make_delta(&self, id: u128) {
+            let parent = Parent {
+                cid: 1,
+                hint: "base.vmdk".to_owned(),
+            };
+            let descriptor = self.dir.path().join("root.raw.d1.vmdk");
+            let new = NewDelta {
+                descriptor: &descriptor,
+                bytes: BYTES,
+                id: Id(id.to_be_bytes()),
+                parent: &parent,
+            };
+            create(&new).unwrap();
+        }
+
+        fn remove_above(&self) -> bool {
+            let own = self.own();
+            let former = Former {
+                disk: "root",
+                path: &own,
+                image: identity_of(&own).unwrap().unwrap(),
+                known: None,
+                part: None,
+            };
+            remove_above(&former)
+        }
+
+        fn left(&self) -> usize {
+            std::fs::read_dir(self.dir.path()).unwrap().count()
+        }
+    }
+
+    #[test]
+    fn what_lay_over_a_linked_disk_goes_and_its_own_image_is_left_to_others() {
+        let disk = Disk::new();
+        assert_eq!(disk.left(), 4);
+        assert!(disk.remove_above());
+        assert!(disk.left() == 1 && disk.own().exists());
+        assert!(disk.remove_above(), "there is nothing more");
+    }
+
+    #[test]
+    fn what_belongs_to_another_image_or_is_another_delta_stays() {
+        let disk = Disk::new();
+        let own = File::options().write(true).open(disk.own()).unwrap();
+        disk.says(&own, &"6".repeat(32));
+        assert!(!disk.remove_above() && disk.left() == 4);
+        disk.says(&own, &disk.mark);
+        for name in ["root.raw.d1.vmdk", "root.raw.d1-sesparse.vmdk"] {
+            std::fs::remove_file(disk.dir.path().join(name)).unwrap();
+        }
+        disk.make_delta(8);
+        assert!(!disk.remove_above() && disk.left() == 4);
+    }
+}
