@@ -47,6 +47,7 @@ mod tidying;
 mod together;
 mod told;
 mod tracked;
+mod unnamed;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 pub(crate) use cloning::CloneJob;
