@@ -86,6 +86,7 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
     })?;
     wish.method
         .check_without(&wish.without)
+        .and_then(|()| wish.method.check_first_log(wish.first_log))
         .map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = match store.is_device() {
@@ -102,6 +103,7 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
             max_bandwidth_mbit_per_s: wish.max_bandwidth_mbit_per_s,
             method: wish.method,
             without: wish.without.clone(),
+            first_log: wish.first_log,
         };
         let what = format!("disk '{}' of VM '{}'", disk.name, spec.name);
         let free = match store.holds(&disk.path) {

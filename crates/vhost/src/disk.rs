@@ -508,6 +508,9 @@ impl Device {
             Command::Switch(image, answer) => {
                 let _ = answer.send(self.switch(image));
             }
+            Command::Flatten(image, answer) => {
+                let _ = answer.send(self.flatten(image));
+            }
             Command::HandOver(answer) => {
                 let _ = answer.send(self.hand_over());
             }

@@ -43,6 +43,7 @@ pub(crate) enum Command {
     PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
     TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
+    Flatten(Image, Sender<Result<(), Error>>),
     HandOver(Sender<Result<Handover, Error>>),
     /// Makes durable what was answered.
     Settle(Sender<Result<(), Error>>),
@@ -107,6 +108,12 @@ impl Standing<'_> {
     /// was put below the others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
         self.disk.ask(|answer| Command::Switch(image, answer))?
+    }
+
+    /// Goes on with another image of the same bytes, which is locked as the one before and holds what that one and the deltas above it hold together: those are taken away,
+    /// as they are. Where this fails the disk is to be ended: it may work with either.
+    pub fn flatten(&self, image: Image) -> Result<(), Error> {
+        self.disk.ask(|answer| Command::Flatten(image, answer))?
     }
 
     /// What another program needs to go on with the disk over QEMU's connection. QEMU is not heard from here on, until this value

@@ -49,13 +49,7 @@ impl Device {
     /// Goes on with another image of the same size, without what was put below the guest's filters, and without deltas: all that they showed is in that.
     pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
         let busy = self.busy();
-        let block = u64::from(self.guest.geometry.block);
-        let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
-        let fits = theirs - theirs % block == bytes && image.access() == Access::ReadWrite;
-        if !fits {
-            let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
-            return Err(Error::Settings { reason });
-        }
+        self.must_fit(&image)?;
         if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
@@ -64,6 +58,27 @@ impl Device {
         }
         self.give_deltas_up();
         Ok(())
+    }
+
+    /// Goes on with another image of the same size, and without the deltas above the one that it had.
+    pub(crate) fn flatten(&mut self, image: Image) -> Result<(), Error> {
+        let busy = self.busy();
+        self.must_fit(&image)?;
+        if self.stands == 0 || !self.has_image || self.stack.take_deltas().is_none() {
+            return Err(busy);
+        }
+        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+    }
+
+    fn must_fit(&self, image: &Image) -> Result<(), Error> {
+        let block = u64::from(self.guest.geometry.block);
+        let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
+        match theirs - theirs % block == bytes && image.access() == Access::ReadWrite {
+            true => Ok(()),
+            false => Err(Error::Settings {
+                reason: format!("its new image has {theirs} bytes, and the disk {bytes}"),
+            }),
+        }
     }
 
     /// Looks at the image's size and tells the guest if it has changed.

@@ -8,6 +8,7 @@
 
 mod activity;
 mod beside;
+mod by_logs;
 mod came;
 mod claim;
 mod cleaning;
@@ -34,6 +35,7 @@ mod moving;
 mod note;
 mod quiescing;
 mod record;
+mod redo;
 mod resize;
 mod room;
 mod served;
@@ -45,6 +47,7 @@ mod tidying;
 mod together;
 mod told;
 mod tracked;
+mod unnamed;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 pub(crate) use cloning::CloneJob;
@@ -137,6 +140,7 @@ impl Disks {
             along: before.along,
             unread: before.unread,
             copying: before.copying,
+            logs: before.logs,
             left: before.left,
             known: before.known,
             labelled: before.labelled,
@@ -434,6 +438,7 @@ impl ServedDisks {
             along: Vec::new(),
             unread: Vec::new(),
             copying: None,
+            logs: Vec::new(),
             left: Vec::new(),
             known: Vec::new(),
             labelled: Vec::new(),

@@ -13,6 +13,7 @@ use super::labelled::name_in;
 use super::layers::has_snapshots;
 use super::left::{Copying, follow};
 use super::moving::{begin_copying, begin_copying_all, open_disk_image};
+use super::redo::must_take_logs;
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::tracked::filter_for;
@@ -69,6 +70,11 @@ impl Moves {
             turn: Mutex::default(),
             cleaned: Mutex::default(),
         }
+    }
+
+    /// Whether a person has called them off.
+    pub(super) fn are_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::SeqCst)
     }
 
     /// Whether it is time to try again to remove a copy that is not whole, which no move is making.
@@ -210,6 +216,10 @@ impl Served {
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
         }
+        if place.method == Method::Snapshot {
+            must_take_logs(spec, place)
+                .map_err(|why| self.not_so(&format!("its disk '{name}' is not moved: {why}")))?;
+        }
         Ok(DiskMove {
             method: place.method,
             ..DiskMove::planned(name, &spec.path, &place.path)
@@ -217,7 +227,11 @@ impl Served {
     }
 
     /// Of a linked disk all that its guest reads is copied: it is one image then. Returns whether it is one.
-    fn must_be_copied_whole(&self, spec: &DiskSpec, method: Method) -> Result<bool, String> {
+    pub(super) fn must_be_copied_whole(
+        &self,
+        spec: &DiskSpec,
+        method: Method,
+    ) -> Result<bool, String> {
         match self.may_have_layers(spec) {
             false => Ok(false),
             true if !self.is_linked_only(spec) => Err(has_snapshots("moved")),
@@ -247,12 +261,16 @@ impl Served {
         }
     }
 
-    fn move_all(&self, places: &[DiskPlace], changed: &impl Fn()) {
+    fn move_all(self: &Arc<Self>, places: &[DiskPlace], changed: &impl Fn()) {
         self.keep_moves();
         let mut stopped = None;
+        let mut begun = self.begin_logs(places);
         for place in places {
             let ended = match &stopped {
-                None => self.move_one(place, changed),
+                None => match std::mem::replace(&mut begun, Ok(())) {
+                    Ok(()) => self.move_one(place, changed),
+                    Err(why) => Err(why),
+                },
                 Some(DiskMoveState::Cancelled) => Err(Stopped::Cancelled),
                 Some(_) => Err("the one before it could not be moved".into()),
             };
@@ -263,6 +281,7 @@ impl Served {
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
         }
+        self.end_logs();
         let _ = self.has_ended.load(Ordering::SeqCst).then(changed);
     }
 
@@ -300,16 +319,22 @@ impl Served {
         history::keep(&self.paths, &disks, &past);
     }
 
+    /// Whoever calls this has the turn.
+    pub(super) fn must_be_clean(&self) -> Result<(), Stopped> {
+        self.clean();
+        match self.is_clean() {
+            true => Ok(()),
+            false => Err(
+                "what an earlier move left is not removed yet: see the log of the VM process"
+                    .into(),
+            ),
+        }
+    }
+
     /// Returns how long the guest's requests waited for the change.
     fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
         let _turn = lock(&self.moves.turn);
-        self.clean();
-        if !self.is_clean() {
-            return Err(
-                "what an earlier move left is not removed yet: see the log of the VM process"
-                    .into(),
-            );
-        }
+        self.must_be_clean()?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let since = since.unwrap_or_default();
         self.note(&place.disk, |disk| {
@@ -342,7 +367,8 @@ impl Served {
             self.remove_former();
             return moved;
         }
-        if let Ok(disk) = self.disk(index)
+        if place.method != Method::Snapshot
+            && let Ok(disk) = self.disk(index)
             && let Err(error) = disk.take_lowest(REST_WAIT)
         {
             tracing::info!(disk = spec.name, %error, "the disk keeps a mirror that has ended");
@@ -363,6 +389,9 @@ impl Served {
     }
 
     fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+        if going.place.method == Method::Snapshot {
+            return self.copy_by_logs(going);
+        }
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
         self.go_over(going, &mirror, image)
@@ -406,8 +435,8 @@ impl Served {
         };
         reached("disk-move.copying");
         match going.place.method {
-            Method::Mirror => self.wait_until_equal(going, &mirror)?,
             Method::DirtyTracking => self.wait_until_few_are_left(going, &mirror)?,
+            Method::Mirror | Method::Snapshot => self.wait_until_equal(going, &mirror)?,
         }
         // What takes long comes before the disk stands still.
         mirror.second.sync()?;
@@ -439,8 +468,8 @@ impl Served {
         let switched = switch_over(
             &mirror.second,
             || match going.place.method {
-                Method::Mirror => self.wait_until_equal(going, mirror),
                 Method::DirtyTracking => self.wait_until_closed(going, mirror),
+                Method::Mirror | Method::Snapshot => self.wait_until_equal(going, mirror),
             },
             |bound| self.switch(going, (mirror, bound), &mut image),
         );
@@ -449,6 +478,12 @@ impl Served {
         lock(&self.layered).remove(&going.spec.name);
         // A disk that was held for its last blocks was so before it stood still, too.
         let switched = switched.max(mirror.second.course().closed_for());
+        self.say_taken(going);
+        Ok(switched)
+    }
+
+    /// What is said of the new image, once it is the disk, is not what was said while it was filled.
+    pub(super) fn say_taken(&self, going: &Going<'_>) {
         if let Err(why) = self.take_once_more(going.index) {
             let disk = &going.spec.name;
             tracing::warn!(
@@ -457,7 +492,6 @@ impl Served {
                 "the disk's new image says the same of itself as while it was filled"
             );
         }
-        Ok(switched)
     }
 
     /// Has the image say that it was taken since: an older copy of what is written, which calls it one that is not whole, knows it no
@@ -480,7 +514,7 @@ impl Served {
     }
 
     /// Makes the image that the disk is copied to, and notes that it is this move's.
-    fn make_second(&self, going: &mut Going<'_>, bytes: u64) -> Result<Image, Stopped> {
+    pub(super) fn make_second(&self, going: &mut Going<'_>, bytes: u64) -> Result<Image, Stopped> {
         self.change(|what| what.copying = Some(going.copying.clone()))?;
         let is_on_device = going.copying.is_on_device();
         let beside = DiskSpec {
@@ -506,10 +540,15 @@ impl Served {
 
     /// Nobody has called it off, and the disk is the one that is copied.
     pub(super) fn must_go_on(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
-        if self.moves.is_cancelled.load(Ordering::SeqCst) {
-            return Err(Stopped::Cancelled);
+        self.must_go_on_with(going.index, &mirror.disk)
+    }
+
+    /// The same of a disk that is not copied by a mirror.
+    pub(super) fn must_go_on_with(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
+        match self.moves.are_cancelled() {
+            true => Err(Stopped::Cancelled),
+            false => self.must_be_mirrored(index, disk),
         }
-        self.must_be_mirrored(going.index, &mirror.disk)
     }
 
     /// Waits until it is worth binding the second image.
@@ -543,7 +582,7 @@ impl Served {
     }
 }
 
-fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
+pub(super) fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
     match bottleneck {
         Bottleneck::Reads => DiskMoveLimit::SourceDisk,
         Bottleneck::Writes => DiskMoveLimit::DestinationDisk,

@@ -6,19 +6,16 @@
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
 //! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, another image than the one that a disk is linked to, and disks
-//! on block devices.
+//! on block devices. What no description names is in [`super::unnamed`].
 
 use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
 use super::described::{NotDone, not_done};
-use super::images;
 use super::served::{Served, open_file};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::files::Paths;
-use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, create, describe_over, forget_map, is_empty,
-};
+use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, describe_over};
 use godwit_blockio::{Access, Image as DiskImage};
 use godwit_delta::{Id, Parent};
 use godwit_qemu::parent::parent_id;
@@ -38,8 +35,6 @@ use std::time::Duration;
 
 /// Where the kernel tells which boot this is.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-/// So many names are tried for a new image.
-const NUMBERS_MAX: usize = 64;
 
 /// A disk whose images are looked at, with the rights with which they are opened.
 #[derive(Debug, Clone, Copy)]
@@ -139,23 +134,46 @@ impl Place<'_> {
         }
     }
 
-    fn sibling(&self, name: &str) -> PathBuf {
-        self.path().with_file_name(name)
+    /// A file of this image of the disk.
+    fn file_of(&self, images: &Images, name: &str, file: &str) -> PathBuf {
+        match images.elsewhere.get(name) {
+            Some(directory) => Path::new(directory).join(file),
+            None => self.path().with_file_name(file),
+        }
     }
 
-    fn descriptor(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}.vmdk"))
+    pub(super) fn descriptor(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &descriptor_name(name))
     }
 
-    fn extent(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}-sesparse.vmdk"))
+    pub(super) fn extent(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &extent_name(name))
     }
 
-    /// Makes an empty delta, which is to lie over the top, durably.
+    /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
+    pub fn files(&self, images: &Images) -> Vec<PathBuf> {
+        let described = images.images.iter();
+        let described = described.filter(|(_, image)| image.kind == Kind::Delta);
+        let deltas = described
+            .map(|(name, image)| (name, &image.id))
+            .chain(&images.leaving)
+            .filter_map(|(name, id)| Some((name, id.as_deref()?)));
+        let mut files = Vec::new();
+        for (name, id) in deltas {
+            files.extend([self.descriptor(images, name), self.extent(images, name)]);
+            files.extend(id_of(id).map(|id| self.map_of(id)));
+        }
+        let own = self.path().file_name().and_then(|name| name.to_str());
+        files.extend(own.map(|own| self.path().with_file_name(descriptor_name(own))));
+        files.push(description_of(self.path()));
+        files
+    }
+
+    /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
         let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(&fresh.name);
+        let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
+        let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
             let new = NewDelta {
                 descriptor: &descriptor,
@@ -167,16 +185,24 @@ impl Place<'_> {
         })
     }
 
-    /// As others who read the chain know the image below.
-    fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
+    /// As others who read the chain know the image below one that lies in this directory.
+    fn parent_of(
+        &self,
+        images: &Images,
+        name: &str,
+        from: Option<&String>,
+    ) -> Result<Parent, String> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
-        let hint = format!("{name}.vmdk");
+        let hint = match images.elsewhere.get(name) == from {
+            true => descriptor_name(name),
+            false => self.descriptor(images, name).to_string_lossy().into_owned(),
+        };
         if let Some(id) = id {
             let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
             return Ok(Parent { cid, hint });
         }
-        let descriptor = self.descriptor(name);
+        let descriptor = self.descriptor(images, name);
         self.as_opener(|| beside::describe(&descriptor, name, images.bytes))?;
         let cid = OWN_IMAGE;
         Ok(Parent { cid, hint })
@@ -185,7 +211,7 @@ impl Place<'_> {
     /// The disk is one raw image again, which every program reads as it is.
     pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
         let name = self.file_name()?;
-        let descriptor = self.descriptor(name);
+        let descriptor = self.path().with_file_name(descriptor_name(name));
         self.as_opener(|| beside::forget(&descriptor, name))
     }
 
@@ -371,7 +397,8 @@ impl Place<'_> {
     ) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, true)?;
         let lock = lock_name(self.config, self.spec);
-        let opened = Delta::parent_of((file, &self.extent(name)), id, opening(&lock, patience));
+        let path = self.extent(images, name);
+        let opened = Delta::parent_of((file, &path), id, opening(&lock, patience));
         let opened = opened.map_err(|error| error.to_string())?;
         if let Some(delta) = opened {
             return Ok(delta);
@@ -396,7 +423,7 @@ impl Place<'_> {
             boot: boot()?,
             no_guest_lives,
         };
-        let path = self.extent(name);
+        let path = self.extent(images, name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
         let opened = opened.map_err(|error| error.to_string())?;
         let disk = &self.spec.name;
@@ -418,7 +445,7 @@ impl Place<'_> {
     /// Without a lock: the one on the disk's own image is for all that lie over it.
     pub fn open_unlocked(&self, images: &Images, name: &str) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, false)?;
-        let opened = Delta::unlocked((file, &self.extent(name)), id, BLOCK);
+        let opened = Delta::unlocked((file, &self.extent(images, name)), id, BLOCK);
         opened.map_err(|error| error.to_string())
     }
 
@@ -427,8 +454,8 @@ impl Place<'_> {
         let image = images.images.get(name);
         let over = image.and_then(|image| image.over.as_deref());
         let over = over.ok_or_else(|| format!("{name} lies over nothing"))?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(name);
+        let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
+        let descriptor = self.descriptor(images, name);
         self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
     }
 
@@ -441,11 +468,11 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| id_of(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
-        Ok((self.open_beside(name, read_only)?, id))
+        Ok((self.open_file_of(images, name, read_only)?, id))
     }
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
-    fn map_of(&self, id: Id) -> PathBuf {
+    pub(super) fn map_of(&self, id: Id) -> PathBuf {
         let id = u128::from_be_bytes(id.0);
         self.paths.run.join(format!("delta-{id:032x}.states"))
     }
@@ -455,147 +482,22 @@ impl Place<'_> {
         let image = images.images.get(name);
         let is_delta = image.is_some_and(|image| image.kind == Kind::Delta);
         let path = match is_delta {
-            true => self.extent(name),
-            false => self.sibling(name),
+            true => self.extent(images, name),
+            false => self.file_of(images, name, name),
         };
         let found = path.symlink_metadata().ok()?;
         Some(found.blocks().saturating_mul(512))
     }
 
-    /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
-    /// nothing more to be done.
-    pub fn remove(&self, name: &str, id: Option<&str>) -> bool {
-        let id = id.and_then(id_of);
-        if let Some(id) = id {
-            // It is gone with the next boot of the host.
-            let _ = forget_map(&self.map_of(id));
-        }
-        match self.is_to_go(name, id) {
-            Ok(true) => {}
-            Ok(false) => {
-                tracing::warn!(
-                    name,
-                    "a file has the name of an image that is not needed, and is another one: it stays"
-                );
-                return true;
-            }
-            Err(why) => {
-                tracing::warn!(name, why, "an image that is not needed is not removed yet");
-                return false;
-            }
-        }
-        let (descriptor, extent) = (self.descriptor(name), self.extent(name));
-        // The descriptor makes it one.
-        let gone = self.as_opener(|| {
-            let gone = images::remove(&descriptor) && images::remove(&extent);
-            gone.then_some(())
-                .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())
-        });
-        gone.is_ok()
-    }
-
-    /// Whether under this name is the delta of this number, or an empty one where there is none, or nothing.
-    fn is_to_go(&self, name: &str, id: Option<Id>) -> Result<bool, String> {
-        let path = self.extent(name);
-        let found = self.as_opener(|| match path.symlink_metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            found => Ok(found.map(|_| true)?),
-        });
-        if !found? {
-            return Ok(true);
-        }
-        let file = self.open_beside(name, false)?;
-        match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
-            None => {
-                let file = self.open_beside(name, false)?;
-                is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
-            }
-            Some(Ok(_)) => Ok(true),
-            Some(Err(error)) if error.is_of_storage() => Err(error.to_string()),
-            Some(Err(_)) => Ok(false),
-        }
-    }
-
-    /// Removes what is part of the disk no more, and has the description forget it.
-    pub fn remove_what_leaves(&self, images: &Images) -> Result<(), String> {
-        let leaving = images.leaving.iter();
-        let gone = leaving.filter(|(name, id)| self.remove(name, id.as_deref()));
-        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
-        match gone.is_empty() {
-            true => Ok(()),
-            false => self.save(&images.without(&gone)),
-        }
-    }
-
-    /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
-    pub fn remove_unnamed(&self, images: &Images) {
-        for (name, _) in self.unnamed(images).unwrap_or_default() {
-            if self.is_to_go(&name, None) == Ok(true) {
-                self.remove(&name, None);
-            }
-        }
-    }
-
-    /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
-    /// a later description.
-    pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
-        let later = self.unnamed(images)?.into_iter();
-        let mut later = later.filter(|(_, number)| *number >= images.next);
-        let is_older = later.find_map(|(name, _)| match self.is_to_go(&name, None) {
-            Ok(true) => None,
-            Ok(false) => Some(Ok(name)),
-            Err(why) => Some(Err(why)),
-        });
-        match is_older.transpose()? {
-            None => Ok(()),
-            Some(name) => Err(format!(
-                "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
-                description_of(self.path()).display()
-            )),
-        }
-    }
-
-    /// Names of deltas of this disk that are not described, and their numbers.
-    fn unnamed(&self, images: &Images) -> Result<Vec<(String, u64)>, String> {
-        let own = self.file_name()?;
-        let number = |name: &str| {
-            let name = name.strip_suffix("-sesparse.vmdk")?;
-            let number = name.strip_prefix(own)?.strip_prefix(".d")?.parse().ok()?;
-            Some((name.to_owned(), number))
-        };
-        let is_named =
-            |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
-        let above = self.path().parent().unwrap_or(Path::new("/"));
-        self.as_opener(|| {
-            let mut found = Vec::new();
-            for entry in above.read_dir()? {
-                found.extend(entry?.file_name().to_str().and_then(number));
-            }
-            found.retain(|(name, _)| !is_named(name));
-            Ok(found)
-        })
-    }
-
-    /// A number for the next delta under whose name there is nothing.
-    pub fn free_number(&self, images: &Images) -> Result<u64, String> {
-        let own = self.file_name()?;
-        let is_free = |number: &u64| {
-            let name = Images::name_of(own, *number);
-            let files = [self.descriptor(&name), self.extent(&name)];
-            files.iter().all(|file| file.symlink_metadata().is_err())
-        };
-        let mut numbers = (images.next..).take(NUMBERS_MAX);
-        numbers.find(is_free).ok_or_else(|| {
-            format!(
-                "there are files under the next {NUMBERS_MAX} names for images of disk '{}': see whose they are",
-                self.spec.name
-            )
-        })
-    }
-
-    fn open_beside(&self, name: &str, read_only: bool) -> Result<File, String> {
+    pub(super) fn open_file_of(
+        &self,
+        images: &Images,
+        name: &str,
+        read_only: bool,
+    ) -> Result<File, String> {
+        let path = self.extent(images, name);
         let spec = DiskSpec {
-            path: self.extent(name).to_string_lossy().into_owned(),
+            path: path.to_string_lossy().into_owned(),
             read_only,
             ..self.spec.clone()
         };
@@ -654,6 +556,16 @@ impl Served {
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
     }
+}
+
+/// The file that says of what a delta of this name consists,
+pub(super) fn descriptor_name(name: &str) -> String {
+    format!("{name}.vmdk")
+}
+
+/// and the one that holds it.
+pub(super) fn extent_name(name: &str) -> String {
+    format!("{name}-sesparse.vmdk")
 }
 
 fn opening(name: &str, patience: Duration) -> Opening<'_> {

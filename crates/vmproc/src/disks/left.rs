@@ -14,6 +14,7 @@ use super::images::{remove, rename};
 use super::labelled::{self, Labelled, is_among};
 use super::linked::remove_above;
 use super::record;
+use super::redo::RedoLog;
 use super::served::ServedDisks;
 use super::there::WentAlong;
 use super::told;
@@ -61,6 +62,9 @@ pub(super) struct Left {
     /// The name of the part that a device may hold of it still: it was out of reach when it was to be let go.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
+    /// Files that lay over it, with what describes them: they are of no use without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<String>,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -156,6 +160,8 @@ pub(super) struct Earlier {
     pub left: Vec<Left>,
     /// An image that is not whole and could not be removed.
     pub copying: Option<Copying>,
+    /// Redo logs that were made, of which nothing may be described.
+    pub logs: Vec<RedoLog>,
     pub known: Vec<KnownImage>,
     pub along: Vec<WentAlong>,
     pub unread: Vec<String>,
@@ -175,6 +181,7 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         plain: what.plain_devices(),
         left: what.left,
         copying: what.copying,
+        logs: what.logs,
         known: what.known,
         along: what.along,
         unread: what.unread,
@@ -295,10 +302,7 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
             FormerEnd::Forgotten => false,
-            FormerEnd::Removed => {
-                let former = left.former();
-                !(remove_above(&former) && former.remove())
-            }
+            FormerEnd::Removed => !left.remove(),
         }
     });
 }
@@ -326,6 +330,27 @@ impl Left {
             );
         }
         is_there
+    }
+
+    /// What lay over it goes first, so that nothing of it is left where it is gone. Returns whether nothing is left that is to be removed.
+    fn remove(&self) -> bool {
+        let former = self.former();
+        // What lay over that of a linked disk says its description; what is noted is described no more.
+        let is_bare = match self.layers.is_empty() {
+            true => remove_above(&former),
+            false => self.remove_layers(&former),
+        };
+        is_bare && former.remove()
+    }
+
+    fn remove_layers(&self, former: &Former<'_>) -> bool {
+        let beside = former.path.parent();
+        // What has a name beside another image may be that one's; in another directory no other disk has it.
+        let is_it = former.look().is_ok_and(|is| is == Is::It);
+        let is_ours = |file: &&String| is_it || Path::new(file.as_str()).parent() != beside;
+        let of_it = self.layers.iter().filter(is_ours);
+        let gone: Vec<bool> = of_it.map(|file| remove(Path::new(file))).collect();
+        gone.iter().all(|gone| *gone)
     }
 
     fn former(&self) -> Former<'_> {
@@ -393,6 +418,7 @@ impl Copying {
             known: self.known.clone(),
             part: None,
             followed: true,
+            layers: Vec::new(),
         });
         Some(left.into())
     }
@@ -407,6 +433,7 @@ impl Copying {
             known: self.known.clone(),
             part: Some(labelled::name_in(&self.beside)),
             followed: true,
+            layers: Vec::new(),
         }
     }
 

@@ -117,6 +117,7 @@ mod tests {
             let fresh = Fresh {
                 name: "root.raw.d1".to_owned(),
                 id: format!("{:032x}", 7),
+                elsewhere: None,
             };
             let id = "9".repeat(32);
             let common = Common {

@@ -13,6 +13,7 @@ use super::keeping::Keeping;
 use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
+use super::redo::{Logs, RedoLog};
 use super::there::{WentAlong, are_looked_at};
 use super::tidying::Tidies;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
@@ -77,6 +78,9 @@ pub(crate) struct ServedDisks {
     /// An image of this host that one of them is copied to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) copying: Option<Copying>,
+    /// Redo logs that were made, which no description may name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) logs: Vec<RedoLog>,
     /// Images that were left for others of this host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) left: Vec<Left>,
@@ -127,6 +131,8 @@ pub(super) struct Served {
     pub(super) layered: Mutex<BTreeSet<String>>,
     /// Images that nobody needs any more.
     pub(super) tidies: Tidies,
+    /// Disks that are being moved by redo logs, by name: nothing of them is tidied.
+    pub(super) by_logs: Mutex<BTreeMap<String, Logs>>,
     /// QEMU's connections to them, by their places, that the program before this one had.
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
@@ -168,6 +174,7 @@ impl Served {
             descriptions: Mutex::default(),
             layered: Mutex::default(),
             tidies: Tidies::default(),
+            by_logs: Mutex::default(),
             handed: Mutex::default(),
         }
     }

@@ -1,0 +1,157 @@
+//! Images that no description names as a part of their disk, beside it or where redo logs of it lay: found, told from others, and removed.
+//!
+//! A delta is made before a description names it, and removed after one has ceased to: whoever dies in between leaves one that holds nothing, or that is noted as
+//! leaving. One that has content and that no description names says that the description is an older copy.
+//!
+//! Owns nothing. Refuses: to take an error of storage for an answer, and to remove a delta of another number.
+
+use super::BLOCK;
+use super::images;
+use super::layers::{Place, id_of};
+use godwit_blockio::delta::{Delta, forget_map, is_empty};
+use godwit_delta::Id;
+use godwit_snapshots::Images;
+use godwit_types::snapshots::description_of;
+use std::io;
+use std::path::Path;
+
+/// So many names are tried for a new image.
+const NUMBERS_MAX: usize = 64;
+
+impl Place<'_> {
+    /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
+    /// nothing more to be done.
+    pub fn remove(&self, images: &Images, name: &str, id: Option<&str>) -> bool {
+        let id = id.and_then(id_of);
+        if let Some(id) = id {
+            // It is gone with the next boot of the host.
+            let _ = forget_map(&self.map_of(id));
+        }
+        match self.is_to_go(images, name, id) {
+            Ok(true) => {}
+            Ok(false) => {
+                tracing::warn!(
+                    name,
+                    "a file has the name of an image that is not needed, and is another one: it stays"
+                );
+                return true;
+            }
+            Err(why) => {
+                tracing::warn!(name, why, "an image that is not needed is not removed yet");
+                return false;
+            }
+        }
+        let (descriptor, extent) = (self.descriptor(images, name), self.extent(images, name));
+        // The descriptor makes it one.
+        let gone = self.as_opener(|| {
+            let gone = images::remove(&descriptor) && images::remove(&extent);
+            gone.then_some(())
+                .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())
+        });
+        gone.is_ok()
+    }
+
+    /// Whether an image that is not described holds nothing, or is not there.
+    pub fn is_unused(&self, images: &Images, name: &str) -> bool {
+        self.is_to_go(images, name, None) == Ok(true)
+    }
+
+    /// Whether under this name is the delta of this number, or an empty one where there is none, or nothing.
+    fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> Result<bool, String> {
+        let path = self.extent(images, name);
+        let found = self.as_opener(|| match path.symlink_metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            found => Ok(found.map(|_| true)?),
+        });
+        if !found? {
+            return Ok(true);
+        }
+        let file = self.open_file_of(images, name, false)?;
+        match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
+            None => {
+                let file = self.open_file_of(images, name, false)?;
+                is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
+            }
+            Some(Ok(_)) => Ok(true),
+            Some(Err(error)) if error.is_of_storage() => Err(error.to_string()),
+            Some(Err(_)) => Ok(false),
+        }
+    }
+
+    /// Removes what is part of the disk no more, and has the description forget it.
+    pub fn remove_what_leaves(&self, images: &Images) -> Result<(), String> {
+        let leaving = images.leaving.iter();
+        let gone = leaving.filter(|(name, id)| self.remove(images, name, id.as_deref()));
+        let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
+        match gone.is_empty() {
+            true => Ok(()),
+            false => self.save(&images.without(&gone)),
+        }
+    }
+
+    /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
+    pub fn remove_unnamed(&self, images: &Images) {
+        for (name, _) in self.unnamed(images).unwrap_or_default() {
+            if self.is_unused(images, &name) {
+                self.remove(images, &name, None);
+            }
+        }
+    }
+
+    /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
+    /// a later description.
+    pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
+        let later = self.unnamed(images)?.into_iter();
+        let mut later = later.filter(|(_, number)| *number >= images.next);
+        let is_older = later.find_map(|(name, _)| match self.is_to_go(images, &name, None) {
+            Ok(true) => None,
+            Ok(false) => Some(Ok(name)),
+            Err(why) => Some(Err(why)),
+        });
+        match is_older.transpose()? {
+            None => Ok(()),
+            Some(name) => Err(format!(
+                "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
+                description_of(self.path()).display()
+            )),
+        }
+    }
+
+    /// Names of deltas of this disk that are not described, and their numbers.
+    fn unnamed(&self, images: &Images) -> Result<Vec<(String, u64)>, String> {
+        let own = self.file_name()?;
+        let number = |name: &str| {
+            let name = name.strip_suffix("-sesparse.vmdk")?;
+            let number = name.strip_prefix(own)?.strip_prefix(".d")?.parse().ok()?;
+            Some((name.to_owned(), number))
+        };
+        let is_named =
+            |name: &String| images.images.contains_key(name) || images.leaving.contains_key(name);
+        let above = self.path().parent().unwrap_or(Path::new("/"));
+        self.as_opener(|| {
+            let mut found = Vec::new();
+            for entry in above.read_dir()? {
+                found.extend(entry?.file_name().to_str().and_then(number));
+            }
+            found.retain(|(name, _)| !is_named(name));
+            Ok(found)
+        })
+    }
+
+    /// A number for the next delta under whose name there is nothing.
+    pub fn free_number(&self, images: &Images) -> Result<u64, String> {
+        let own = self.file_name()?;
+        let is_free = |number: &u64| {
+            let name = Images::name_of(own, *number);
+            let files = [self.descriptor(images, &name), self.extent(images, &name)];
+            files.iter().all(|file| file.symlink_metadata().is_err())
+        };
+        let mut numbers = (images.next..).take(NUMBERS_MAX);
+        numbers.find(is_free).ok_or_else(|| {
+            format!(
+                "there are files under the next {NUMBERS_MAX} names for images of disk '{}': see whose they are",
+                self.spec.name
+            )
+        })
+    }
+}
