@@ -132,17 +132,19 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
     });
     let places = places.collect();
     if room < needed {
-        let mib = |bytes: u64| bytes >> 20;
-        refusals.push(refused(
-            ErrorCode::Preflight,
-            format!(
-                "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free for disks that come: make room there, or choose another one",
-                mib(needed),
-                mib(room)
-            ),
-        ));
+        let why = lacks_room(host, name, (needed, room));
+        refusals.push(refused(ErrorCode::Preflight, why));
     }
     Ok(Found { places, refusals })
+}
+
+fn lacks_room(host: &HostName, store: &DatastoreName, (needed, room): (u64, u64)) -> String {
+    let mib = |bytes: u64| bytes >> 20;
+    format!(
+        "the disks hold {} MiB, and datastore '{store}' of host '{host}' has {} MiB free for disks that come: make room there, or choose another one",
+        mib(needed),
+        mib(room)
+    )
 }
 
 /// How long each takes at the speed of the last move between the same places that no cap held up, if there was one; never faster than the

@@ -155,6 +155,13 @@ fn copy_of(image: &Path, to: &Path) -> Result<Image> {
     Ok(Image::open(to, Access::ReadWrite, 512)?)
 }
 
+/// What a disk holds that has these logs over its image, which stays as it is.
+fn consolidated(base: &Path, logs: &[Log], flat: &Path) -> Result<Vec<u8>> {
+    let image = copy_of(base, flat)?;
+    logs.iter().try_for_each(|log| log.consolidate(&image))?;
+    Ok(std::fs::read(flat)?)
+}
+
 /// A log is durable before it is put over the disk, and what was consolidated before that is recorded.
 #[test]
 fn a_disk_under_redo_logs_is_whole_after_power_cuts_and_so_is_its_copy_once_that_is_the_disk()
@@ -210,16 +217,10 @@ fn a_disk_under_redo_logs_is_whole_after_power_cuts_and_so_is_its_copy_once_that
         }
         without_power(volume, || drop((disk, copy)))?;
         volume.power_on();
-        let flat = match is_moved {
-            true => copied.clone(),
-            false => {
-                let flat = scratch.path().join("flat.raw");
-                let image = copy_of(&base, &flat)?;
-                logs.iter().try_for_each(|log| log.consolidate(&image))?;
-                flat
-            }
+        let content = match is_moved {
+            true => std::fs::read(&copied)?,
+            false => consolidated(&base, &logs, &scratch.path().join("flat.raw"))?,
         };
-        let content = std::fs::read(flat)?;
         let told = || format!("after cut {cut}");
         load.examine_bytes(&content).with_context(told)?;
         // The next one begins with that.

@@ -125,7 +125,9 @@ fn ends_while_its_switch_is_written(method: Method) {
             &mirror.second,
             || match method {
                 Method::Mirror => Ok(()),
-                Method::DirtyTracking => served.wait_until_closed(going, &mirror),
+                Method::DirtyTracking | Method::Snapshot => {
+                    served.wait_until_closed(going, &mirror)
+                }
             },
             |bound| served.switch(going, (&mirror, bound), &mut image).map(Some),
         );

@@ -194,12 +194,7 @@ impl Served {
                 described.map_or(true, |images| place.keeps_log(log, &images))
             })
         };
-        let logs: Vec<RedoLog> = what
-            .logs
-            .iter()
-            .filter(|log| stays(*log))
-            .cloned()
-            .collect();
+        let logs: Vec<RedoLog> = what.logs.iter().filter(|log| stays(log)).cloned().collect();
         if logs == what.logs {
             return;
         }

@@ -6,13 +6,13 @@
 use anyhow::{Context as _, Error, Result, ensure};
 use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, Target, create, merge};
 use godwit_blockio::filters::{Counts, Limits, Pace, SharedLimits, Statistics, Throttle};
-use godwit_blockio::{Arriving, Filter, Frozen, Image, Waits};
+use godwit_blockio::{Arriving, Filter, Frozen, Waits};
 use godwit_delta::{Id, Parent};
 use godwit_redo::{Redo, Step, Work};
 use godwit_vhost::Disk;
 use serde_json::json;
 use std::fs::File;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -69,7 +69,8 @@ struct Course<'a> {
     from: &'a Path,
     to: &'a Path,
     bytes: u64,
-    copy: &'a Image,
+    /// The file of the copy, into which logs are brought.
+    copy: OwnedFd,
     parent: Parent,
     logs: Vec<Log>,
     redo: Redo,
@@ -99,7 +100,7 @@ pub fn move_disk(
         from,
         to,
         bytes,
-        copy: &copy,
+        copy: copy.as_fd().try_clone_to_owned()?,
         parent: Parent {
             cid: OWN_IMAGE,
             hint: "base.vmdk".to_owned(),
@@ -224,7 +225,7 @@ impl<'a> Course<'a> {
             from: own.as_fd(),
             path: self.from,
             into: filled,
-            data: [0..self.bytes].into(),
+            data: std::iter::once(0..self.bytes).collect(),
             pace: &Pace::default(),
         };
         let (bytes, disk) = (self.bytes, self.disk);
