@@ -266,7 +266,7 @@ mod tests {
             from: from.as_fd(),
             path: from.path(),
             into: &filled,
-            data: [0..BYTES].into(),
+            data: std::iter::once(0..BYTES).collect(),
             pace: &Pace::default(),
         };
         assert_eq!(frozen.copy(|_| None).unwrap(), None);
