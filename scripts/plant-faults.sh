@@ -210,6 +210,7 @@ disk_case() {
 disks() {
     core_model mirror
     core_model tracking
+    core_model redo
     core_model delta
     for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded moved-over-own-image common-layer-written; do
         disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
@@ -218,6 +219,7 @@ disks() {
     disk_case vhost used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
     disk_case vhost data-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
     disk_case blockio grain-not-filled tops what_is_written_while_a_top_is_copied_is_read_on_both_disks
+    disk_case blockio merge-forgets-a-piece deltas a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_merged_into_its_base
     disk_case blockio answered-before-destination confirmed a_write_is_answered_once_the_destination_has_it_too
     disk_case blockio flushed-at-source-alone confirmed a_flush_of_equal_sides_is_answered_once_both_have_done_it_and_so_is_a_durable_write
     disk_case vhost parked-request-lost full a_write_that_waits_for_room_survives_a_stop_though_a_later_request_was_answered

@@ -90,6 +90,7 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
     })?;
     wish.method
         .check_without(&wish.without)
+        .and_then(|()| wish.method.check_first_log(wish.first_log))
         .map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = match store.is_device() {
@@ -106,6 +107,7 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
             max_bandwidth_mbit_per_s: wish.max_bandwidth_mbit_per_s,
             method: wish.method,
             without: wish.without.clone(),
+            first_log: wish.first_log,
         };
         let what = format!("disk '{}' of VM '{}'", disk.name, spec.name);
         let free = match store.holds(&disk.path) {
@@ -134,17 +136,19 @@ pub(crate) fn places(here: Here<'_>, spec: &VmSpec, wish: &MoveDisks) -> Result<
     });
     let places = places.collect();
     if room < needed {
-        let mib = |bytes: u64| bytes >> 20;
-        refusals.push(refused(
-            ErrorCode::Preflight,
-            format!(
-                "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free for disks that come: make room there, or choose another one",
-                mib(needed),
-                mib(room)
-            ),
-        ));
+        let why = lacks_room(host, name, (needed, room));
+        refusals.push(refused(ErrorCode::Preflight, why));
     }
     Ok(Found { places, refusals })
+}
+
+fn lacks_room(host: &HostName, store: &DatastoreName, (needed, room): (u64, u64)) -> String {
+    let mib = |bytes: u64| bytes >> 20;
+    format!(
+        "the disks hold {} MiB, and datastore '{store}' of host '{host}' has {} MiB free for disks that come: make room there, or choose another one",
+        mib(needed),
+        mib(room)
+    )
 }
 
 /// How long each takes at the speed of the last move between the same places that no cap held up, if there was one; never faster than the

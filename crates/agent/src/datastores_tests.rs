@@ -6,7 +6,7 @@ use crate::test_support::TestHost;
 use godwit_blockio::label::{self, Holds, Label};
 use godwit_testkit::file_system::Device;
 use godwit_types::Generation;
-use godwit_types::disk_move::{Method, Optimisation};
+use godwit_types::disk_move::{FirstLog, Method, Optimisation};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -19,6 +19,7 @@ fn wish(disks: &[&str], to: &str) -> MoveDisks {
         dry_run: false,
         method: Method::default(),
         without: Vec::new(),
+        first_log: FirstLog::default(),
     }
 }
 
@@ -250,6 +251,19 @@ fn a_method_goes_along_and_the_mirror_has_nothing_to_do_without() {
     };
     let refused = house.found_for(&mirrored).unwrap_err().message;
     assert!(refused.contains("only dirty-tracking"), "{refused}");
+    let logs = MoveDisks {
+        method: Method::Snapshot,
+        first_log: FirstLog::Source,
+        ..wish(&["root"], "fast")
+    };
+    let found = house.found_for(&logs).unwrap();
+    assert_eq!(found.places[0].0.first_log, FirstLog::Source);
+    let mirrored = MoveDisks {
+        method: Method::Mirror,
+        ..logs
+    };
+    let refused = house.found_for(&mirrored).unwrap_err().message;
+    assert!(refused.contains("only the method snapshot"), "{refused}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ pub(crate) const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#222}.h
     .godwit{fill:#1668a8}.qemu{fill:#c05a1c}.limit{fill:#7a7a7a}.whisker{stroke:#222;stroke-width:1.2}.faint{fill:#777}\
     .end{text-anchor:end}.mid{text-anchor:middle}.course{fill:none;stroke-width:1.6}.dashed{stroke-dasharray:5 3}\
     .godwit-line{stroke:#1668a8}.qemu-line{stroke:#c05a1c}.plain-line{stroke:#2b8a3e}.incremental-line{stroke:#8e44ad}\
-    .tracking-line{stroke:#a8790b}\
+    .tracking-line{stroke:#a8790b}.snapshot-line{stroke:#b02a4c}\
     @media(prefers-color-scheme:dark){text{fill:#ddd}.grid{stroke:#444}.godwit{fill:#4aa3e8}.qemu{fill:#e8894a}\
     .limit{fill:#999}.whisker{stroke:#ddd}.faint{fill:#999}}";
 

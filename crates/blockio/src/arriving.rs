@@ -374,6 +374,20 @@ impl Arriving {
         }
     }
 
+    /// Writes these bytes, of which nobody else has a change.
+    pub(crate) fn put(&self, at: u64, content: &[u8]) -> Result<(), Error> {
+        self.write(at, content).map_err(|source| Error::Image {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    /// Has these bytes of a file of the same file system, which both have from then on. Returns whether it could.
+    pub(crate) fn share_blocks(&self, range: &Range<u64>, source: &File) -> bool {
+        clone_range(&self.file, source, range).is_ok()
+    }
+
     fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
         if let How::Over(over) = &self.how {
             return over.write(&self.kept_room, at, content);

@@ -27,6 +27,7 @@ mod estimate;
 mod filter;
 pub mod filters;
 mod flatten;
+mod frozen;
 pub mod grow;
 pub mod holder;
 mod image;
@@ -50,6 +51,7 @@ pub use engine::Engine;
 pub use error::Error;
 pub use filter::{Filter, Flow};
 pub use flatten::{Chain, flatten};
+pub use frozen::{Copied, Frozen};
 pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 

@@ -284,6 +284,7 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
 
 fn check_method(request: &MigrateRequest) -> Outcome<()> {
     let checked = request.method.check_without(&request.without);
+    let checked = checked.and_then(|()| request.method.check_between_hosts());
     checked.or_else(|why| refuse(ErrorCode::InvalidRequest, why))
 }
 

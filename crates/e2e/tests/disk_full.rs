@@ -228,6 +228,7 @@ fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() ->
                 max_bandwidth_mbit_per_s: None,
                 method: Method::default(),
                 without: Vec::new(),
+                first_log: godwit_types::disk_move::FirstLog::default(),
             };
             let begun = small.pair.a.ask(&VmRequest::MoveDisks {
                 places: vec![place],

@@ -115,6 +115,7 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
         max_bandwidth_mbit_per_s: None,
         method: Method::default(),
         without: Vec::new(),
+        first_log: godwit_types::disk_move::FirstLog::default(),
     }];
     let asked = site.pair.a.ask(&VmRequest::MoveDisks { places });
     let refused = format!(

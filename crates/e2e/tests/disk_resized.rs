@@ -116,6 +116,7 @@ fn a_disk_that_moves_is_not_made_larger_and_one_that_is_made_larger_does_not_mov
             max_bandwidth_mbit_per_s: None,
             method: Method::default(),
             without: Vec::new(),
+            first_log: godwit_types::disk_move::FirstLog::default(),
         }]
     };
     does_at(&site.pair.a, "disk-resize.durable", "hold")?;

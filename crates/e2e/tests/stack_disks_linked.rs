@@ -202,9 +202,11 @@ fn a_linked_disk_that_moves_to_another_datastore_is_one_image_there() -> Result<
     let stack = with_base("linkedmoved")?;
     let ok = |words: &[&str]| stack.ok("controller", words);
     begin(&stack, "one")?;
-    let tracked = ["vm", "move-disk", "one", "--to", "slow", "--method"];
-    let tracked = [&tracked[..], &["dirty-tracking"]].concat();
-    is_refused(&stack, &tracked, "only the mirror copies all")?;
+    let by = ["vm", "move-disk", "one", "--to", "slow", "--method"];
+    for method in ["dirty-tracking", "snapshot"] {
+        let by = [&by[..], &[method]].concat();
+        is_refused(&stack, &by, "only the mirror copies all")?;
+    }
     ok(&["vm", "snapshot", "create", "one", "clean"])?;
     let to_slow = ["vm", "move-disk", "one", "--to", "slow"];
     is_refused(&stack, &to_slow, "it has snapshots")?;

@@ -20,7 +20,11 @@ pub fn use_of_linked(image: &Path) -> Option<u64> {
         found.map_or(0, |found| found.blocks().saturating_mul(512))
     };
     let each = images.images.iter().map(|(name, one)| match one.kind {
-        Kind::Delta => takes(&image.with_file_name(format!("{name}-sesparse.vmdk"))),
+        Kind::Delta => {
+            let extent = format!("{name}-sesparse.vmdk");
+            let elsewhere = images.elsewhere.get(name).map(Path::new);
+            takes(&elsewhere.map_or_else(|| image.with_file_name(&extent), |at| at.join(&extent)))
+        }
         // A path, of what is common.
         Kind::Raw | Kind::Qcow2 => takes(&image.with_file_name(name)),
     });

@@ -56,7 +56,25 @@ impl Images {
                 self.top
             ));
         }
+        self.check_elsewhere()?;
         self.check_snapshots()
+    }
+
+    /// Only deltas, and what leaves, lie in other directories, which are named wholly.
+    fn check_elsewhere(&self) -> Result<(), Refusal> {
+        let is_delta = |name: &String| {
+            let image = self.images.get(name);
+            image.is_some_and(|image| image.kind == Kind::Delta) || self.leaving.contains_key(name)
+        };
+        let is_directory =
+            |path: &String| path.starts_with('/') && path.len() <= PATH_LEN_MAX && is_plain(path);
+        let mut elsewhere = self.elsewhere.iter();
+        match elsewhere.find(|(name, path)| !is_delta(name) || !is_directory(path)) {
+            None => Ok(()),
+            Some((name, path)) => Err(format!(
+                "{name:?} is said to lie in {path:?}, where no part of a disk lies"
+            )),
+        }
     }
 
     /// The images from this one down are there, and are not too many, as they are where they go round in a circle.
@@ -173,6 +191,7 @@ mod tests {
         let fresh = |number: u32| Fresh {
             name: format!("root.raw.d{number}"),
             id: format!("{number:032x}"),
+            elsewhere: None,
         };
         let snapshot = |name: &str| Snapshot {
             name: SnapshotName::new(name).unwrap(),
@@ -267,10 +286,37 @@ mod tests {
     }
 
     #[test]
+    fn only_deltas_lie_elsewhere_and_where_they_lie_is_named_wholly() {
+        let mut images = images();
+        let fresh = Fresh {
+            name: "web-root.raw.d3".into(),
+            id: "7".repeat(32),
+            elsewhere: Some("/srv/fast".into()),
+        };
+        images = images.freeze(&fresh).unwrap();
+        assert_eq!(images.elsewhere["web-root.raw.d3"], "/srv/fast");
+        let text = serde_json::to_string(&images).unwrap();
+        assert_eq!(serde_json::from_str::<Images>(&text).unwrap(), images);
+        // It is known where it lies for as long as it is to be removed.
+        images.drop_image("web-root.raw.d3");
+        assert_eq!(images.elsewhere.len(), 1);
+        let gone = images.without(&["web-root.raw.d3".to_owned()]);
+        assert!(gone.elsewhere.is_empty());
+        let at = |name: &'static str, path: &'static str| {
+            move |images: &mut Images| drop(images.elsewhere.insert(name.into(), path.into()))
+        };
+        refused(&at("root.raw", "/srv/fast"), "is said to lie in");
+        refused(&at("gone", "/srv/fast"), "is said to lie in");
+        refused(&at("root.raw.d1", "fast"), "is said to lie in");
+        refused(&at("root.raw.d1", "/srv/a\nb"), "is said to lie in");
+    }
+
+    #[test]
     fn a_linked_disk_names_what_it_begins_as_by_path_and_number() {
         let fresh = Fresh {
             name: "root.raw.d1".to_owned(),
             id: "1".repeat(32),
+            elsewhere: None,
         };
         let (id, mark) = ("7".repeat(32), "5".repeat(32));
         let of = |path, id| Images::linked(Common { path, id }, 1 << 30, &mark, &fresh);
@@ -287,6 +333,11 @@ mod tests {
         let mut unknown = images.clone();
         unknown.images.get_mut(path).unwrap().id = None;
         assert!(unknown.check().unwrap_err().contains("says that it is"));
+        // Whoever removes what lies over it looks beside its own image.
+        let mut strewn = images;
+        let at = ("root.raw.d1".to_owned(), "/srv/fast".to_owned());
+        strewn.elsewhere.extend([at]);
+        assert!(strewn.check().is_ok() && !strewn.is_linked_only());
     }
 
     #[test]

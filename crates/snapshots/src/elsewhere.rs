@@ -56,6 +56,8 @@ impl Images {
             images: BTreeMap::new(),
             next,
             leaving: BTreeMap::new(),
+            // All of it lies in one directory there.
+            elsewhere: BTreeMap::new(),
             ..self.clone()
         };
         for (name, image) in &self.images {
@@ -88,6 +90,7 @@ mod tests {
         Fresh {
             name: format!("root.raw.d{number}"),
             id: format!("{number:032x}"),
+            elsewhere: None,
         }
     }
 

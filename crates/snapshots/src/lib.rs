@@ -111,6 +111,9 @@ pub struct Images {
     /// Images that are part of it no more, and are to be removed; with what each says that it is.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub leaving: BTreeMap<String, Option<String>>,
+    /// The directories of deltas whose files do not lie in that of the disk, by their names: redo logs of a disk that moves.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub elsewhere: BTreeMap<String, String>,
 }
 
 /// The image that a linked disk begins as, and that others begin as, too.
@@ -128,6 +131,8 @@ pub struct Fresh {
     pub name: String,
     /// What it says that it is.
     pub id: String,
+    /// The directory of its files, where that is not the disk's own.
+    pub elsewhere: Option<String>,
 }
 
 /// What a person is told; a sentence's end.
@@ -152,6 +157,7 @@ impl Images {
             next: 1,
             reverting: None,
             leaving: BTreeMap::new(),
+            elsewhere: BTreeMap::new(),
         }
     }
 
@@ -186,7 +192,8 @@ impl Images {
     /// Whether it is a linked disk of nothing but what was written since: a copy of what the top shows is all of it.
     pub fn is_linked_only(&self) -> bool {
         let has_more = !self.snapshots.is_empty() || !self.leaving.is_empty();
-        self.common().is_some() && self.images.len() == 2 && !has_more
+        let is_beside = self.elsewhere.is_empty();
+        self.common().is_some() && self.images.len() == 2 && !has_more && is_beside
     }
 
     /// Whether it says no more than that the disk is one raw image.
@@ -253,6 +260,9 @@ impl Images {
             common: false,
         };
         self.images.insert(fresh.name.clone(), delta);
+        let elsewhere = fresh.elsewhere.iter();
+        let named = elsewhere.map(|directory| (fresh.name.clone(), directory.clone()));
+        self.elsewhere.extend(named);
         self.top.clone_from(&fresh.name);
         self.next = self.next.saturating_add(1);
     }
@@ -322,6 +332,7 @@ impl Images {
     pub fn without(&self, removed: &[String]) -> Self {
         let mut now = self.clone();
         now.leaving.retain(|name, _| !removed.contains(name));
+        now.elsewhere.retain(|name, _| !removed.contains(name));
         now
     }
 

@@ -90,6 +90,7 @@ impl World {
         Fresh {
             name,
             id: format!("{:032x}", self.images.next),
+            elsewhere: None,
         }
     }
 

@@ -11,6 +11,7 @@ fn fresh(images: &Images) -> Fresh {
     Fresh {
         name: Images::name_of("root.raw", images.next),
         id: format!("{:032x}", images.next),
+        elsewhere: None,
     }
 }
 

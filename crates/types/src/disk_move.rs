@@ -21,6 +21,27 @@ pub enum Method {
     /// What the guest writes is marked and copied again, and its requests are held for the last blocks, for about 5 s at most; where that
     /// cannot be the disk is not moved. For the laboratory.
     DirtyTracking,
+    /// The disk is frozen under a redo log, to which the guest writes, and copied; logs are consolidated into the copy one after the other, and the
+    /// guest's requests are held for the last one. For the laboratory.
+    Snapshot,
+}
+
+/// Where the first redo log of a disk lies that is moved by snapshots; later ones lie at the destination. For the laboratory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum FirstLog {
+    /// Beside the image that the disk has: it spans two volumes only from its second log on.
+    Source,
+    /// Beside the image that it is to have.
+    #[default]
+    Destination,
+}
+
+impl FirstLog {
+    /// Whether it is where it lies if nobody says so.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// What dirty block tracking can do without, to see what it is good for. For the laboratory.
@@ -48,6 +69,26 @@ impl Method {
             ),
         }
     }
+
+    /// Whether a first log can be said to lie there: only the method that has logs knows of it.
+    pub fn check_first_log(self, first_log: FirstLog) -> Result<(), String> {
+        match self == Self::Snapshot || first_log.is_default() {
+            true => Ok(()),
+            false => Err(
+                "only the method snapshot has redo logs: name it with --method snapshot, or leave out --first-log ('first_log', over REST)".to_owned(),
+            ),
+        }
+    }
+
+    /// Disks go to another host by the methods that need no part of them at the destination before they are there.
+    pub fn check_between_hosts(self) -> Result<(), String> {
+        match self {
+            Self::Mirror | Self::DirtyTracking => Ok(()),
+            Self::Snapshot => Err(
+                "the method snapshot moves disks on their host alone ('godwit vm move-disk'): its redo logs would lie on a host that cannot be reached where the link fails; leave out --method ('method', over REST)".to_owned(),
+            ),
+        }
+    }
 }
 
 /// Moves disks of a VM that runs to a datastore of its host.
@@ -71,6 +112,9 @@ pub struct MoveDisks {
     /// What `dirty-tracking` is to do without.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without: Vec<Optimisation>,
+    /// Where the first redo log of `snapshot` lies.
+    #[serde(default, skip_serializing_if = "FirstLog::is_default")]
+    pub first_log: FirstLog,
 }
 
 /// Where a disk goes.
@@ -89,6 +133,8 @@ pub struct DiskPlace {
     pub method: Method,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without: Vec<Optimisation>,
+    #[serde(default, skip_serializing_if = "FirstLog::is_default")]
+    pub first_log: FirstLog,
 }
 
 /// How far a disk is.
@@ -121,7 +167,7 @@ pub enum DiskMoveLimit {
     Cap,
 }
 
-/// What one iteration of dirty block tracking came to.
+/// What one iteration of dirty block tracking came to, or one consolidation of a redo log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskIteration {
     /// 1 is the first pass; the last one is that for which the guest's requests were held.
@@ -129,12 +175,28 @@ pub struct DiskIteration {
     pub copied_bytes: u64,
     /// How long it took, s.
     pub seconds: f64,
-    /// Bytes of blocks that were marked when it ended,
+    /// Bytes of blocks that were marked when it ended, or that the log held which grew meanwhile;
     pub dirty_bytes: u64,
-    /// those of them that are written again and again,
+    /// of those that were marked, those that are written again and again,
     pub hot_bytes: u64,
     /// and those that it left out for that.
     pub deferred_bytes: u64,
+}
+
+/// What it took to move a disk by snapshots.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RedoLogs {
+    /// How many redo logs there were,
+    pub logs: u32,
+    /// and how many bytes they and the new image took at the most, beside the former image.
+    pub space_max_bytes: u64,
+    /// For how long the disk consisted of files at both places, s.
+    pub spanned_s: f64,
+    /// How long the guest's requests waited while logs were put over its disk, ms, all together; the wait for the last one is `switch_ms`.
+    pub frozen_ms: f64,
+    /// The part of its requests to which the guest was slowed in the end, where it wrote as fast as its logs were consolidated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowed_to: Option<f64>,
 }
 
 /// One disk on its way.
@@ -169,9 +231,12 @@ pub struct DiskMove {
     pub limited_by: Option<DiskMoveLimit>,
     #[serde(default, skip_serializing_if = "Method::is_default")]
     pub method: Method,
-    /// Those of `dirty-tracking` that have ended, as many as are kept.
+    /// Those of `dirty-tracking` that have ended, as many as are kept; of `snapshot` the copying, and each consolidation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub iterations: Vec<DiskIteration>,
+    /// What the logs of `snapshot` took; nothing of other methods.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub redo_logs: Option<RedoLogs>,
 }
 
 /// The disks that a VM's process moves, or moved last.
@@ -204,6 +269,7 @@ impl DiskMove {
             limited_by: None,
             method: Method::default(),
             iterations: Vec::new(),
+            redo_logs: None,
         }
     }
 
@@ -234,6 +300,20 @@ mod tests {
         );
         assert_eq!(Method::Mirror.check_without(&[]), Ok(()));
         assert_eq!(Method::DirtyTracking.check_without(&hot), Ok(()));
+        assert!(Method::Snapshot.check_without(&hot).is_err());
+    }
+
+    #[test]
+    fn only_snapshots_have_a_first_log_and_none_goes_to_another_host() {
+        for method in [Method::Mirror, Method::DirtyTracking] {
+            let why = method.check_first_log(FirstLog::Source).unwrap_err();
+            assert!(why.contains("--method snapshot"), "{why}");
+            assert_eq!(method.check_first_log(FirstLog::default()), Ok(()));
+            assert_eq!(method.check_between_hosts(), Ok(()));
+        }
+        assert_eq!(Method::Snapshot.check_first_log(FirstLog::Source), Ok(()));
+        let why = Method::Snapshot.check_between_hosts().unwrap_err();
+        assert!(why.contains("godwit vm move-disk"), "{why}");
     }
 
     /// An older neighbour understands a wish that names no method, and refuses one that names another than its own.
@@ -251,6 +331,17 @@ mod tests {
         let written = serde_json::to_value(&tracked).unwrap();
         assert_eq!(written["method"], "dirty-tracking");
         assert_eq!(written["without"], serde_json::json!(["hot-blocks"]));
+        let logs = MoveDisks {
+            method: Method::Snapshot,
+            without: Vec::new(),
+            first_log: FirstLog::Source,
+            ..tracked
+        };
+        let written = serde_json::to_value(&logs).unwrap();
+        assert_eq!(
+            (&written["method"], &written["first_log"]),
+            (&"snapshot".into(), &"source".into())
+        );
         let unknown = serde_json::json!({ "to": to, "method": "by-hand" });
         assert!(serde_json::from_value::<MoveDisks>(unknown).is_err());
         let moved = DiskMove::planned("root", "/a", "/b");

@@ -511,6 +511,9 @@ impl Device {
             Command::SwitchOver(image, deltas, answer) => {
                 let _ = answer.send(self.switch_over(image, deltas));
             }
+            Command::Flatten(image, answer) => {
+                let _ = answer.send(self.flatten(image));
+            }
             Command::HandOver(answer) => {
                 let _ = answer.send(self.hand_over());
             }

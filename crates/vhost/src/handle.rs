@@ -45,6 +45,7 @@ pub(crate) enum Command {
     Switch(Image, Sender<Result<(), Error>>),
     /// The same with what lies over it.
     SwitchOver(Image, Vec<Delta>, Sender<Result<(), Error>>),
+    Flatten(Image, Sender<Result<(), Error>>),
     HandOver(Sender<Result<Handover, Error>>),
     /// Makes durable what was answered.
     Settle(Sender<Result<(), Error>>),
@@ -116,6 +117,12 @@ impl Standing<'_> {
     pub fn switch_over(&self, image: Image, deltas: Vec<Delta>) -> Result<(), Error> {
         self.disk
             .ask(|answer| Command::SwitchOver(image, deltas, answer))?
+    }
+
+    /// Goes on with another image of the same bytes, which is locked as the one before and holds what that one and the deltas above it hold together: those are taken away,
+    /// as they are. Where this fails the disk is to be ended: it may work with either.
+    pub fn flatten(&self, image: Image) -> Result<(), Error> {
+        self.disk.ask(|answer| Command::Flatten(image, answer))?
     }
 
     /// What another program needs to go on with the disk over QEMU's connection. QEMU is not heard from here on, until this value

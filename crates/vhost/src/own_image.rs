@@ -83,15 +83,24 @@ impl Device {
         })
     }
 
+    /// Goes on with another image of the same size, and without the deltas above the one that it had.
+    pub(crate) fn flatten(&mut self, image: Image) -> Result<(), Error> {
+        let busy = self.busy();
+        self.must_fit(&image)?;
+        if self.stands == 0 || !self.has_image || self.stack.take_deltas().is_none() {
+            return Err(busy);
+        }
+        self.stack.bottom.replace(image).then_some(()).ok_or(busy)
+    }
+
     fn must_fit(&self, image: &Image) -> Result<(), Error> {
         let block = u64::from(self.guest.geometry.block);
         let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
         match theirs - theirs % block == bytes && image.access() == Access::ReadWrite {
             true => Ok(()),
-            false => {
-                let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
-                Err(Error::Settings { reason })
-            }
+            false => Err(Error::Settings {
+                reason: format!("its new image has {theirs} bytes, and the disk {bytes}"),
+            }),
         }
     }
 

@@ -8,6 +8,7 @@
 
 mod activity;
 mod beside;
+mod by_logs;
 mod came;
 mod claim;
 mod cleaning;
@@ -30,7 +31,6 @@ mod labelled;
 mod layers;
 mod leaving;
 mod left;
-mod leftovers;
 mod linked;
 mod making;
 mod moving;
@@ -38,8 +38,10 @@ mod note;
 mod parts;
 mod quiescing;
 mod record;
+mod redo;
 mod resize;
 mod room;
+mod second;
 mod served;
 mod snapshots;
 mod standing;
@@ -50,6 +52,7 @@ mod together;
 mod told;
 mod tracked;
 mod tree;
+mod unnamed;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 pub(crate) use cloning::CloneJob;
@@ -144,6 +147,7 @@ impl Disks {
             along: before.along,
             unread: before.unread,
             copying: before.copying,
+            logs: before.logs,
             left: before.left,
             known: before.known,
             labelled: before.labelled,
@@ -454,6 +458,7 @@ impl ServedDisks {
             along: Vec::new(),
             unread: Vec::new(),
             copying: None,
+            logs: Vec::new(),
             left: Vec::new(),
             known: Vec::new(),
             labelled: Vec::new(),

@@ -17,6 +17,7 @@ const RINGS: [(&str, &[&str]); 4] = [
             "mirror",
             "delta",
             "tracking",
+            "redo",
             "ownership",
             "site",
             "snapshots",

@@ -23,7 +23,7 @@ pub struct Storage {
     /// A small cell each of oio, slow-destination, steady and local
     #[arg(long)]
     quick: bool,
-    /// What docs/storage-paper.md needs most, each of our methods in turn: under 25 minutes
+    /// What docs/storage-paper.md needs most, each of our methods in turn: under 30 minutes
     #[arg(long, conflicts_with = "quick")]
     paper: bool,
     /// So many runs of everything

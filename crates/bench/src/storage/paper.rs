@@ -25,8 +25,8 @@ const PICTURE: (&str, &str) = ("storage-", "paper-");
 
 const ABOUT: &str = "Each of the paper's figures and tables, with what is printed there and what was measured here. Medians; in brackets the lowest and the highest run; \
     `1 run` where there is only one. `by division`: a quotient of two printed numbers. Where only a curve is drawn and no text gives a number, none was \
-    read off it. Figure 1 draws the layers of a product and has no numbers. The paper's is incremental tracking without hot blocks left out, but for figures 2 and 3. There is no \
-    snapshotting here as a way to move a disk.";
+    read off it. Figure 1 draws the layers of a product and has no numbers. The paper's is incremental tracking without hot blocks left out, but for figures 2 and 3. Of snapshotting \
+    all redo logs lie at the destination here; the paper's first one lies at the source.";
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -272,8 +272,8 @@ impl Method {
             Self::Dbt => Way::PLAIN,
             Self::Incremental => Way::INCREMENTAL,
             Self::HotBlocks => Way::TRACKING,
+            Self::Snapshots => Way::Snapshot,
             Self::Offline => return row.system == "offline",
-            Self::Snapshots => return false,
         };
         row.system == "godwit" && row.method == way.name()
     }
@@ -523,6 +523,8 @@ mod tests {
             row("oio=2", "mirror", Some(6.0)),
             row("oio=32", "mirror", Some(8.0)),
             row("oio=32", "dirty-tracking plain", None),
+            row("oio=2", "snapshot", Some(6.0)),
+            row("oio=32", "snapshot", Some(9.0)),
         ]);
         let has = |line: &str| assert!(text.contains(line), "{line}: {text}");
         assert!(text.starts_with("# A page") && text.ends_with("\nmore\n"));
@@ -537,8 +539,11 @@ mod tests {
         has("| at 32 | dirty block tracking | above 28 s | gave up after 41.2 s |");
         has("| at 32 | IO mirroring | less again; below both kinds of tracking | 40.0 %, 1 run |");
         has("dirty block tracking | more than at 16 | 40.0 %, 1 run, gave up |");
-        has("| snapshotting | 85 % | no such method |");
-        has("3 runs: 2 completed, 1 gave up, 0 ended in another way.");
+        has(
+            "| duration at 32 outstanding IOs over that at 2 | snapshotting | 1.4x | 1.50 times, 1 run |",
+        );
+        has("| snapshotting | 85 % | not measured |");
+        has("5 runs: 4 completed, 1 gave up, 0 ended in another way.");
         has("<img src=\"pictures/paper-oio-duration.svg\"");
         assert!(!text.contains("paper-size-duration"), "{text}");
     }

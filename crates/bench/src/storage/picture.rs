@@ -188,6 +188,7 @@ fn line_class(row: &Row) -> &'static str {
         ("godwit", "dirty-tracking plain") => "plain-line",
         ("godwit", "dirty-tracking incremental") => "incremental-line",
         ("godwit", "dirty-tracking") => "tracking-line",
+        ("godwit", "snapshot") => "snapshot-line",
         ("godwit", _) => "godwit-line",
         _ => "qemu-line",
     }

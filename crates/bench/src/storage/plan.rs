@@ -28,6 +28,8 @@ const OFFLINE: f64 = 1.25;
 const PASSES: f64 = 1.5;
 /// and where it is found that they do not.
 const PASSES_IN_VAIN: f64 = 3.2;
+/// The copy and all consolidations of redo logs, where their guest is slowed until they come to an end.
+const PASSES_SLOWED: f64 = 2.5;
 
 /// A kind of load: 30 % writes everywhere.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -104,6 +106,8 @@ pub enum Way {
         incremental: bool,
         avoids_hot_blocks: bool,
     },
+    /// What is written meanwhile goes to redo logs, which are consolidated one after the other.
+    Snapshot,
 }
 
 impl Way {
@@ -126,6 +130,7 @@ impl Way {
     pub fn name(self) -> &'static str {
         match self {
             Self::Mirror => "mirror",
+            Self::Snapshot => "snapshot",
             Self::Tracking {
                 incremental: false, ..
             } => "dirty-tracking plain",
@@ -147,6 +152,7 @@ impl Way {
                 avoids_hot_blocks: false,
                 ..
             } => &["--no-hot-blocks"],
+            Self::Snapshot => &["--may-slow"],
             _ => &[],
         }
     }
@@ -156,6 +162,7 @@ impl Way {
         match self {
             Self::Mirror => "move",
             Self::Tracking { .. } => "move-by-dirty-tracking",
+            Self::Snapshot => "move-by-snapshot",
         }
     }
 }
@@ -315,7 +322,8 @@ impl Cell {
         let moving_s = copying_s * self.busy(slowest);
         let passes = match system {
             System::Godwit(Way::Tracking { .. }) if self.is_too_much() => PASSES_IN_VAIN,
-            System::Godwit(Way::Tracking { .. }) => PASSES,
+            System::Godwit(Way::Snapshot) if self.is_too_much() => PASSES_SLOWED,
+            System::Godwit(Way::Tracking { .. } | Way::Snapshot) => PASSES,
             _ => 1.0,
         };
         BEFORE_S + AROUND_S + moving_s * passes
@@ -444,17 +452,17 @@ mod tests {
     }
 
     #[test]
-    fn the_papers_set_takes_less_than_twenty_five_minutes_and_has_each_method() {
+    fn the_papers_set_takes_less_than_thirty_minutes_and_has_each_method() {
         let choice = Choice {
             set: Set::Paper,
             ..Choice::default()
         };
         let cells = cells(&choice).unwrap();
         let seconds = estimate_s(&cells);
-        assert!(seconds < 1500.0, "{seconds}");
+        assert!(seconds < 1800.0, "{seconds}");
         for scenario in ["oio", "iterations", "latency", "double", "timeline"] {
             let of_scenario = || cells.iter().filter(move |cell| cell.scenario == scenario);
-            for way in [Way::PLAIN, Way::INCREMENTAL] {
+            for way in [Way::PLAIN, Way::INCREMENTAL, Way::Snapshot] {
                 let mut systems = of_scenario().flat_map(|cell| &cell.systems);
                 assert!(
                     systems.any(|system| *system == System::Godwit(way)),

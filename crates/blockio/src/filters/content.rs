@@ -46,7 +46,7 @@ pub(super) fn written(region: &Arc<Buffer>, run: &Range<usize>) -> Change {
 }
 
 /// Where bytes are zero and where they are not, in pieces of [`SPARSE`].
-pub(super) fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
+pub(crate) fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
     let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
     for piece in bytes.chunks(SPARSE) {

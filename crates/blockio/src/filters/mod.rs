@@ -22,12 +22,15 @@ mod tracked;
 mod tracking;
 mod waits;
 
+pub(crate) use content::runs;
 pub use course::{Course, GuestWrites};
 pub use delay::Delay;
 pub use fault::Fault;
 pub use mirroring::Mirroring;
+pub(crate) use outlet::COPIES;
 pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub(crate) use overlaying::Overlaying;
+pub(crate) use pace::copies_beside;
 pub use pace::{Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use still::Still;

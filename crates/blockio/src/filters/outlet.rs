@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::Buffer;
 
 /// Regions that are copied at once beside a guest that does nothing, or much.
-pub(super) const COPIES: usize = godwit_mirror::COPIES_MAX;
+pub(crate) const COPIES: usize = godwit_mirror::COPIES_MAX;
 
 /// What becomes of bytes at the destination.
 #[derive(Debug, Clone)]

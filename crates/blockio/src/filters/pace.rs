@@ -78,6 +78,17 @@ impl Pace {
         }
     }
 
+    /// So many bytes are about to be copied, one piece after the other: for how long whoever copies them is to wait before that.
+    pub fn delay(&self, now: Instant, bytes: u64) -> Duration {
+        let Some(cap) = &self.0 else {
+            return Duration::ZERO;
+        };
+        let due = *cap.due.lock().unwrap_or_else(PoisonError::into_inner);
+        self.take(now, bytes);
+        let opens = due.opens_at();
+        opens.map_or(Duration::ZERO, |at| at.saturating_duration_since(now))
+    }
+
     /// How many regions may be on their way that have not been taken; `None`: any number.
     pub(crate) fn region_limit(&self, now: Instant) -> Option<usize> {
         let cap = self.0.as_ref()?;
@@ -136,7 +147,7 @@ impl std::ops::Add for WaitTimes {
 }
 
 /// How many regions are copied at once beside a guest that has so many requests under way.
-pub(super) fn copies_beside(load: f64) -> usize {
+pub(crate) fn copies_beside(load: f64) -> usize {
     match load < IDLE {
         true => COPIES,
         false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),
@@ -164,6 +175,16 @@ mod tests {
         assert_eq!(pace.region_limit(began + 60 * MS), Some(2));
         // Nothing for a minute.
         assert_eq!(pace.region_limit(began + 60_000 * MS), Some(4));
+    }
+
+    #[test]
+    fn who_copies_one_piece_after_the_other_waits_as_long_as_the_cap_wants() {
+        let began = Instant::now();
+        assert_eq!(Pace::default().delay(began, REGION), Duration::ZERO);
+        let pace = Pace::at_most(Some(10.0 * REGION as f64));
+        assert_eq!(pace.delay(began, 3 * REGION), Duration::ZERO);
+        let waits = pace.delay(began, REGION);
+        assert!(waits > 199 * MS && waits < 201 * MS, "{waits:?}");
     }
 
     #[test]

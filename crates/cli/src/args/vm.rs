@@ -4,7 +4,7 @@
 
 use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
-use godwit_types::disk_move::{Method, Optimisation};
+use godwit_types::disk_move::{FirstLog, Method, Optimisation};
 use godwit_types::vm::{DISK_GIB_MAX, DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, EncryptionMode};
 use godwit_types::{DatastoreName, HostName, SnapshotName, VmName};
 use std::path::PathBuf;
@@ -290,6 +290,16 @@ pub struct VmMoveDisk {
     /// For the laboratory: leaves nothing out for being written again and again
     #[arg(long, hide = true, requires = "to")]
     pub no_hot_blocks: bool,
+    /// For the laboratory: where the first redo log of the method snapshot lies; later ones lie at the destination
+    #[arg(
+        long,
+        value_name = "WHERE",
+        value_enum,
+        default_value_t,
+        hide = true,
+        requires = "to"
+    )]
+    pub first_log: FirstLogPlace,
     /// Call off what is under way
     #[arg(long)]
     pub cancel: bool,
@@ -306,6 +316,27 @@ pub enum DiskMethod {
     Mirror,
     /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for about 5 s at most; where it writes too much for that the disk stays where it is
     DirtyTracking,
+    /// For the laboratory: what the guest writes goes to redo logs, which are consolidated into the copy one after the other, and its requests wait for the last one, for about 5 s at most; for disks that stay on their host, without snapshots
+    Snapshot,
+}
+
+/// Where a first redo log lies.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum FirstLogPlace {
+    /// Beside the image that the disk has
+    Source,
+    /// Beside the image that it is to have
+    #[default]
+    Destination,
+}
+
+impl From<FirstLogPlace> for FirstLog {
+    fn from(place: FirstLogPlace) -> Self {
+        match place {
+            FirstLogPlace::Source => Self::Source,
+            FirstLogPlace::Destination => Self::Destination,
+        }
+    }
 }
 
 impl From<DiskMethod> for Method {
@@ -313,6 +344,7 @@ impl From<DiskMethod> for Method {
         match method {
             DiskMethod::Mirror => Self::Mirror,
             DiskMethod::DirtyTracking => Self::DirtyTracking,
+            DiskMethod::Snapshot => Self::Snapshot,
         }
     }
 }
@@ -409,7 +441,7 @@ pub struct VmMigrate {
         value_name = "METHOD",
         value_enum,
         default_value_t,
-        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough"
+        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough. The method snapshot is for disks that stay on their host, and refused here"
     )]
     pub method: DiskMethod,
     /// For the laboratory: also marks what is still to be read

@@ -272,6 +272,7 @@ pub fn places(to: &Path, max_bandwidth_mbit_per_s: Option<u64>) -> Result<Vec<Di
         max_bandwidth_mbit_per_s,
         method: Method::default(),
         without: Vec::new(),
+        first_log: godwit_types::disk_move::FirstLog::default(),
     }])
 }
 

@@ -386,6 +386,7 @@ impl Mortal {
                     max_bandwidth_mbit_per_s: None,
                     method: self.method,
                     without: Vec::new(),
+                    first_log: godwit_types::disk_move::FirstLog::default(),
                 }];
                 match self.pair.a.ask(&VmRequest::MoveDisks { places })? {
                     VmAnswer::DiskMoves(_) => {}

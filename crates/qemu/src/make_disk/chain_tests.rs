@@ -1,5 +1,6 @@
 //! Disks made from images over other files, and files that no image may name.
 
+use super::mark::bear;
 use super::*;
 use std::path::Path;
 use std::process::Command;

@@ -218,7 +218,11 @@ impl Place {
             format!("there are files under the first {NUMBERS_MAX} names for what is written to it: see whose they are")
         })?;
         let id = random_number()?;
-        Ok(Fresh { name, id })
+        Ok(Fresh {
+            name,
+            id,
+            elsewhere: None,
+        })
     }
 
     /// The disk's own file, which says that it is a part of it before it has its name.

@@ -5,6 +5,7 @@ use crate::disk::{DiskError, open_image};
 use crate::parent::parent_id;
 use godwit_snapshots::Images;
 use godwit_types::snapshots::LAYERED_MARK;
+use rustix::fs::fgetxattr;
 
 const BYTES: usize = 3 << 20;
 
@@ -58,7 +59,7 @@ impl Linked {
     }
 
     fn parent(&self) -> Option<String> {
-        parent_id(&File::open(self.here.at("base")).unwrap()).unwrap()
+        parent_id(File::open(self.here.at("base")).unwrap()).unwrap()
     }
 }
 

@@ -30,6 +30,8 @@ pub(super) fn waits_of(disk: &DiskSpec) -> Waits {
 pub(super) struct Gauge {
     counts: Arc<Counts>,
     limits: Arc<SharedLimits>,
+    /// What is described, and to how many requests in a second its guest is slowed beside that.
+    limited: Mutex<(DiskLimits, Option<u64>)>,
     keeps: Waits,
     seen: Mutex<Seen>,
     /// Since when it has waited for storage, and what was done then: nothing came of it since.
@@ -52,6 +54,7 @@ impl Gauge {
         let gauge = Self {
             counts: Arc::default(),
             limits: Arc::default(),
+            limited: Mutex::default(),
             keeps: waits_of(disk),
             seen: Mutex::new(Seen {
                 at: Instant::now(),
@@ -119,8 +122,21 @@ impl Gauge {
     }
 
     fn limit(&self, limits: DiskLimits) {
+        lock(&self.limited).0 = limits;
+        self.set_limits();
+    }
+
+    /// Slows its guest to so many requests in a second, whatever is described, or lets it go.
+    pub(super) fn slow(&self, requests_per_s: Option<u64>) {
+        lock(&self.limited).1 = requests_per_s.map(|requests| requests.max(1));
+        self.set_limits();
+    }
+
+    fn set_limits(&self) {
+        let (limits, slowed) = *lock(&self.limited);
+        let requests = limits.iops.into_iter().chain(slowed).min();
         self.limits.set(Limits {
-            requests: limits.iops.unwrap_or(0),
+            requests: requests.unwrap_or(0),
             bytes: limits
                 .mib_per_s
                 .map_or(0, |mib| mib.saturating_mul(1 << 20)),

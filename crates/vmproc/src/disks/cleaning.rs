@@ -29,6 +29,7 @@ impl Served {
             tracing::warn!(%error, "a disk that was not moved is not settled yet");
         }
         self.remove_former();
+        self.remove_unnamed_logs();
     }
 
     /// Writes down again what the disks are, where what is written may be something else. What a predecessor wrote may be readable without being
@@ -97,7 +98,8 @@ impl Served {
         let is_free = self.moves.turn.try_lock().is_ok();
         let what = self.what();
         // Of what was out of reach nobody else tells.
-        let is_due = what.copying.is_some() || what.left.iter().any(Left::is_to_go);
+        let are_left = what.copying.is_some() || !what.logs.is_empty();
+        let is_due = are_left || what.left.iter().any(Left::is_to_go);
         if is_free && is_due && self.moves.may_clean() {
             self.clean_up();
         }
@@ -106,7 +108,7 @@ impl Served {
     /// Removes what a predecessor left, on a thread of its own: its storage may hang.
     pub(super) fn clean_up(self: &Arc<Self>) {
         let what = self.what();
-        if what.left.is_empty() && what.copying.is_none() {
+        if what.left.is_empty() && what.copying.is_none() && what.logs.is_empty() {
             return;
         }
         let served = Arc::clone(self);

@@ -120,7 +120,7 @@ impl Served {
         let made = self.make_coming(&here, &elsewhere)?;
         let over = elsewhere.names.values().filter_map(|name| {
             let file = made.get(name)?.try_clone();
-            let path = here.extent(name);
+            let path = here.extent(&elsewhere.images, name);
             let image = file.map_err(|error| error.to_string()).and_then(|file| {
                 let image = Image::of(file, &path, Access::ReadWrite, BLOCK);
                 image.map_err(|error| error.to_string())

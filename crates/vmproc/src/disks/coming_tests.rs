@@ -52,6 +52,7 @@ fn said(bytes: u64) -> String {
     let fresh = |number: u32| Fresh {
         name: format!("root.raw.d{number}"),
         id: format!("{number:032x}"),
+        elsewhere: None,
     };
     let images = Images::of_one("root.raw", bytes, &"5".repeat(32));
     let images = images.freeze(&fresh(1)).unwrap();

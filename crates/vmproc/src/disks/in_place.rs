@@ -9,31 +9,28 @@
 
 use super::claim::Taking;
 use super::history;
-use super::labelled::name_in;
 use super::left::{Copying, follow};
-use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::parts::Parts;
+use super::redo::must_take_logs;
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
-use super::tracked::filter_for;
 use super::tree::NewImage;
-use super::{Disks, LOCK_WAIT, REST_WAIT};
+use super::{Disks, REST_WAIT};
 use crate::adoption::lock;
-use crate::faults::{planted, reached};
+use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Bottleneck, Course, Pace};
-use godwit_blockio::{Approach, Arriving, Image, NOT_KEPT_UP, SecondImage, switch_over};
-use godwit_qemu::disk::{identity_of_open, must_be_free};
+use godwit_blockio::filters::Bottleneck;
+use godwit_blockio::{Approach, NOT_KEPT_UP, switch_over};
+use godwit_qemu::disk::identity_of_open;
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, Method,
 };
-use godwit_types::vm::{DiskSpec, VmSpec};
-use godwit_types::{ApiError, ErrorCode, bytes_per_s};
+use godwit_types::vm::VmSpec;
+use godwit_types::{ApiError, ErrorCode};
 use godwit_vhost::Disk;
 use std::os::fd::AsFd as _;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -73,6 +70,11 @@ impl Moves {
             turn: Mutex::default(),
             cleaned: Mutex::default(),
         }
+    }
+
+    /// Whether a person has called them off.
+    pub(super) fn are_cancelled(&self) -> bool {
+        self.is_cancelled.load(Ordering::SeqCst)
     }
 
     /// Whether it is time to try again to remove a copy that is not whole, which no move is making.
@@ -224,6 +226,10 @@ impl Served {
         if spec.path == place.path {
             return Err(self.not_so(&format!("its disk '{name}' is {} already", place.path)));
         }
+        if place.method == Method::Snapshot {
+            must_take_logs(spec, place)
+                .map_err(|why| self.not_so(&format!("its disk '{name}' is not moved: {why}")))?;
+        }
         Ok(DiskMove {
             method: place.method,
             ..DiskMove::planned(name, &spec.path, &place.path)
@@ -252,9 +258,13 @@ impl Served {
     fn move_all(self: &Arc<Self>, places: &[DiskPlace], changed: &impl Fn()) {
         self.keep_moves();
         let mut stopped = None;
+        let mut begun = self.begin_logs(places);
         for place in places {
             let ended = match &stopped {
-                None => self.move_one(place, changed),
+                None => match std::mem::replace(&mut begun, Ok(())) {
+                    Ok(()) => self.move_one(place, changed),
+                    Err(why) => Err(why),
+                },
                 Some(DiskMoveState::Cancelled) => Err(Stopped::Cancelled),
                 Some(_) => Err("the one before it could not be moved".into()),
             };
@@ -265,6 +275,7 @@ impl Served {
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
         }
+        self.end_logs();
         let _ = self.has_ended.load(Ordering::SeqCst).then(changed);
     }
 
@@ -302,6 +313,18 @@ impl Served {
         history::keep(&self.paths, &disks, &past);
     }
 
+    /// Whoever calls this has the turn.
+    pub(super) fn must_be_clean(&self) -> Result<(), Stopped> {
+        self.clean();
+        match self.is_clean() {
+            true => Ok(()),
+            false => Err(
+                "what an earlier move left is not removed yet: see the log of the VM process"
+                    .into(),
+            ),
+        }
+    }
+
     /// Returns how long the guest's requests waited for the change.
     fn move_one(
         self: &Arc<Self>,
@@ -309,13 +332,7 @@ impl Served {
         changed: &impl Fn(),
     ) -> Result<Duration, Stopped> {
         let _turn = lock(&self.moves.turn);
-        self.clean();
-        if !self.is_clean() {
-            return Err(
-                "what an earlier move left is not removed yet: see the log of the VM process"
-                    .into(),
-            );
-        }
+        self.must_be_clean()?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let since = since.unwrap_or_default();
         self.note(&place.disk, |disk| {
@@ -352,7 +369,8 @@ impl Served {
             self.remove_former();
             return moved;
         }
-        if let Ok(disk) = self.disk(index)
+        if place.method != Method::Snapshot
+            && let Ok(disk) = self.disk(index)
             && let Err(error) = disk.take_lowest(REST_WAIT)
         {
             tracing::info!(disk = spec.name, %error, "the disk keeps a mirror that has ended");
@@ -374,100 +392,15 @@ impl Served {
     }
 
     fn copy(self: &Arc<Self>, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+        if going.place.method == Method::Snapshot {
+            return self.copy_by_logs(going);
+        }
         let held = self.may_have_layers(&going.spec);
         let held = held.then(|| self.hold_tidying(HOLD_WAIT));
         let _held = held.transpose()?;
         let (mirror, image) = self.make_equal(going)?;
         reached("disk-move.equal");
         self.go_over(going, &mirror, image)
-    }
-
-    /// Makes a second image that is equal to the first and has its name, durably.
-    fn make_equal(&self, going: &mut Going<'_>) -> Result<(Mirror, NewImage), Stopped> {
-        let path = Path::new(&going.place.path);
-        if !going.copying.is_on_device() {
-            must_be_free(path)?;
-        }
-        let disk = self.disk(going.index)?;
-        self.must_be_mirrored(going.index, &disk)?;
-        if !disk.status()?.has_image {
-            return Err("its image is not this host's now".into());
-        }
-        let is_linked = self.must_be_copied_whole(&going.spec, going.place.method)?;
-        let bytes = disk.measure()?;
-        going.tree = match is_linked {
-            true => None,
-            false => self.begin_tree(going, &disk)?,
-        };
-        let image = self.make_second(going, bytes)?;
-        let cap = going.place.max_bandwidth_mbit_per_s;
-        let pace = Pace::at_most(cap.map(bytes_per_s));
-        let deltas = self.copy_below(going, (&disk, &image), &pace)?;
-        let new = NewImage { image, deltas };
-        let former = self.seen_along(&going.spec, going.image);
-        let mirror = self.begin_mirror(going, (disk, bytes), (&new, is_linked), &pace)?;
-        reached("disk-move.copying");
-        match going.place.method {
-            Method::Mirror => self.wait_until_equal(going, &mirror)?,
-            Method::DirtyTracking => self.wait_until_few_are_left(going, &mirror)?,
-        }
-        // What takes long comes before the disk stands still.
-        mirror.second.sync()?;
-        match going.copying.is_on_device() {
-            true => self.finish_copied(&going.copying, &new.image)?,
-            false => going.copying.give_name()?,
-        }
-        self.name_tree(going)?;
-        reached("disk-move.named");
-        let spec = going.there();
-        let now = going
-            .copying
-            .image
-            .map(|image| self.seen_along(&spec, image));
-        going.follows = former.ok().zip(now.transpose().ok().flatten());
-        Ok((mirror, new))
-    }
-
-    /// Puts what copies the disk below its filters, and lets that begin. `is_linked`: in its own image is nothing of what its guest reads.
-    fn begin_mirror(
-        &self,
-        going: &Going<'_>,
-        (disk, bytes): (Arc<Disk>, u64),
-        (new, is_linked): (&NewImage, bool),
-        pace: &Pace,
-    ) -> Result<Mirror, Stopped> {
-        let course = Course::at(pace);
-        let second = match new.deltas.split_last() {
-            None => {
-                let source = open_disk_image(&going.spec, going.image).ok();
-                let source = source.filter(|_| !is_linked);
-                SecondImage::of(&new.image, source, &course)?
-            }
-            Some((top, lower)) => {
-                SecondImage::over(Arriving::over(top, lower, &new.image)?, &course)?
-            }
-        };
-        let by = (going.place.method, &going.place.without[..]);
-        let outlet = match &going.tree {
-            None => second.outlet()?,
-            Some(tree) => tree.only_top(second.outlet()?),
-        };
-        disk.put_lowest(filter_for(by, bytes, outlet, &course), REST_WAIT)?;
-        let total = match &going.tree {
-            Some(tree) => tree.begin_copying(bytes, &course),
-            // What is a hole in the first image may be anything there.
-            None if going.copying.is_on_device() && !planted("device-holes-skipped") => {
-                begin_copying_all(bytes, &course)
-            }
-            None if is_linked => begin_copying_all(bytes, &course),
-            None => begin_copying((&going.spec, going.image), bytes, &course),
-        };
-        Ok(Mirror {
-            total,
-            disk,
-            second,
-            began: Instant::now(),
-        })
     }
 
     /// The disk goes on with its second image. Returns how long it stood still for that.
@@ -481,8 +414,8 @@ impl Served {
         let switched = switch_over(
             &mirror.second,
             || match going.place.method {
-                Method::Mirror => self.wait_until_equal(going, mirror),
                 Method::DirtyTracking => self.wait_until_closed(going, mirror),
+                Method::Mirror | Method::Snapshot => self.wait_until_equal(going, mirror),
             },
             |bound| self.switch(going, (mirror, bound), &mut image),
         );
@@ -493,6 +426,12 @@ impl Served {
         }
         // A disk that was held for its last blocks was so before it stood still, too.
         let switched = switched.max(mirror.second.course().closed_for());
+        self.say_taken(going);
+        Ok(switched)
+    }
+
+    /// What is said of the new image, once it is the disk, is not what was said while it was filled.
+    pub(super) fn say_taken(&self, going: &Going<'_>) {
         if let Err(why) = self.take_once_more(going.index) {
             let disk = &going.spec.name;
             tracing::warn!(
@@ -501,7 +440,6 @@ impl Served {
                 "the disk's new image says the same of itself as while it was filled"
             );
         }
-        Ok(switched)
     }
 
     /// Has the image say that it was taken since: an older copy of what is written, which calls it one that is not whole, knows it no
@@ -523,41 +461,25 @@ impl Served {
         Ok(())
     }
 
-    /// Makes the image that the disk is copied to, and notes that it is this move's.
-    fn make_second(&self, going: &mut Going<'_>, bytes: u64) -> Result<Image, Stopped> {
-        self.change(|what| what.copying = Some(going.copying.clone()))?;
-        let is_on_device = going.copying.is_on_device();
-        let beside = DiskSpec {
-            path: match is_on_device {
-                true => going.place.path.clone(),
-                false => going.copying.beside.clone(),
-            },
-            shared: going.place.shared,
-            ..going.spec.clone()
-        };
-        let made = match is_on_device {
-            true => self.make_on_device(&beside, (&name_in(&going.copying.beside), bytes))?,
-            false => self.make(&beside, bytes)?,
-        };
-        reached("disk-move.made");
-        let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew), Some(&made))?;
-        let identity = image.identity()?;
-        going.copying.image = Some((identity.device, identity.inode));
-        going.copying.known = known;
-        self.change(|what| what.copying = Some(going.copying.clone()))?;
-        Ok(image)
-    }
-
     /// Nobody has called it off, and the disk is the one that is copied.
     pub(super) fn must_go_on(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
-        if self.moves.is_cancelled.load(Ordering::SeqCst) {
-            return Err(Stopped::Cancelled);
+        self.must_go_on_with(going.index, &mirror.disk)
+    }
+
+    /// The same of a disk that is not copied by a mirror.
+    pub(super) fn must_go_on_with(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
+        match self.moves.are_cancelled() {
+            true => Err(Stopped::Cancelled),
+            false => self.must_be_mirrored(index, disk),
         }
-        self.must_be_mirrored(going.index, &mirror.disk)
     }
 
     /// Waits until it is worth binding the second image.
-    fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
+    pub(super) fn wait_until_equal(
+        &self,
+        going: &Going<'_>,
+        mirror: &Mirror,
+    ) -> Result<(), Stopped> {
         let mut approach = Approach::of(&mirror.second, mirror.total);
         loop {
             self.must_go_on(going, mirror)?;
@@ -587,7 +509,7 @@ impl Served {
     }
 }
 
-fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
+pub(super) fn limit(bottleneck: Bottleneck) -> DiskMoveLimit {
     match bottleneck {
         Bottleneck::Reads => DiskMoveLimit::SourceDisk,
         Bottleneck::Writes => DiskMoveLimit::DestinationDisk,

@@ -1,6 +1,6 @@
 //! Who serves a disk while it is written down that its second image is the disk.
 
-use super::super::there;
+use super::super::{LOCK_WAIT, there};
 use super::*;
 use crate::testing::{LONG, Site, apart};
 use godwit_blockio::label::End;
@@ -10,12 +10,14 @@ use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_qemu::user::User;
 use godwit_store::load_json;
 use godwit_testkit::testvol::Volume;
+use godwit_types::disk_move::FirstLog;
 use godwit_types::snapshots::{Quiesce, TakeSnapshot, description_of};
+use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId, SnapshotName};
 use rustix::process::{getegid, geteuid};
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{TryRecvError, channel};
 
 const BYTES: u64 = 4 << 20;
@@ -78,6 +80,7 @@ fn image_and_place(directory: &Path) -> (PathBuf, DiskPlace) {
         max_bandwidth_mbit_per_s: None,
         method: Method::default(),
         without: Vec::new(),
+        first_log: FirstLog::default(),
     };
     (before, place)
 }
@@ -128,7 +131,9 @@ fn ends_while_its_switch_is_written(method: Method) {
             &mirror.second,
             || match method {
                 Method::Mirror => Ok(()),
-                Method::DirtyTracking => served.wait_until_closed(going, &mirror),
+                Method::DirtyTracking | Method::Snapshot => {
+                    served.wait_until_closed(going, &mirror)
+                }
             },
             |bound| served.switch(going, (&mirror, bound), &mut image).map(Some),
         );
@@ -376,6 +381,7 @@ fn disks_move_one_after_the_other_and_none_after_one_that_stays() {
             max_bandwidth_mbit_per_s: None,
             method: Method::default(),
             without: Vec::new(),
+            first_log: FirstLog::default(),
         });
     }
     let mut spec = described(&site, specs.clone());
@@ -421,6 +427,7 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
         known: None,
         part: None,
         followed: true,
+        layers: Vec::new(),
     }];
     let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
     let next = format!("{}.new", site.paths.disks().display());
@@ -452,4 +459,136 @@ fn a_copy_stays_where_its_disk_lost_its_image_once_the_guest_has_ended() {
         assert_eq!(served.remove_copy(&going.copying).is_ok(), is_there);
         assert_eq!(Path::new(&place.path).exists(), !is_there);
     }
+}
+
+/// Files in a directory, by name.
+fn files(directory: &Path) -> Vec<String> {
+    let found = std::fs::read_dir(directory).unwrap();
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
+    let mut names: Vec<String> = found
+        .map(|entry| name(entry).into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Two disks in one directory, something in each, that are to move by snapshots to another directory.
+struct TwoDisks {
+    site: Site,
+    spec: VmSpec,
+    places: Vec<DiskPlace>,
+    slow: tempfile::TempDir,
+    fast: tempfile::TempDir,
+}
+
+impl TwoDisks {
+    fn new(first_log: FirstLog) -> Self {
+        let mut site = Site::new();
+        (site.config.qemu_uid, site.config.qemu_gid) = (geteuid().as_raw(), getegid().as_raw());
+        let [slow, fast] = [(); 2].map(|()| tempfile::tempdir_in("/var/tmp").unwrap());
+        let (mut specs, mut places) = (Vec::new(), Vec::new());
+        for name in ["root", "data"] {
+            let file = format!("{name}.raw");
+            let [before, after] = [&slow, &fast].map(|at| at.path().join(&file));
+            let mut content = vec![0; BYTES as usize];
+            content[12_288..300_000].fill(name.as_bytes()[0]);
+            std::fs::write(&before, content).unwrap();
+            specs.push(DiskSpec::new(name, before.to_str().unwrap()));
+            places.push(DiskPlace {
+                disk: name.to_owned(),
+                path: after.to_str().unwrap().to_owned(),
+                shared: false,
+                max_bandwidth_mbit_per_s: None,
+                method: Method::Snapshot,
+                without: Vec::new(),
+                first_log,
+            });
+        }
+        let spec = described(&site, specs);
+        Self {
+            site,
+            spec,
+            places,
+            slow,
+            fast,
+        }
+    }
+
+    fn content(directory: &Path) -> Vec<Vec<u8>> {
+        let disks = ["root.raw", "data.raw"];
+        let read = |name: &str| std::fs::read(directory.join(name)).unwrap();
+        disks.map(read).into()
+    }
+}
+
+#[test]
+fn disks_move_by_snapshots_and_leave_nothing_where_they_were() {
+    for first_log in [FirstLog::Source, FirstLog::Destination] {
+        let mut two = TwoDisks::new(first_log);
+        let before = TwoDisks::content(two.slow.path());
+        let disks = served_for(&two.site, &two.spec);
+        let (ended, _) = move_both((&two.site, &mut two.spec), &disks, &two.places);
+        for disk in &ended {
+            assert_eq!(disk.state, DiskMoveState::Moved, "{ended:?}");
+            let logs = disk.redo_logs.unwrap();
+            assert!(logs.logs >= 1 && logs.space_max_bytes > 0, "{logs:?}");
+            assert!(disk.iterations.len() == logs.logs as usize, "{disk:?}");
+        }
+        assert_eq!(files(two.slow.path()), Vec::<String>::new());
+        assert_eq!(files(two.fast.path()), ["data.raw", "root.raw"]);
+        assert!(TwoDisks::content(two.fast.path()) == before);
+        let served = &disks.0;
+        assert!(lock(&served.layered).is_empty() && lock(&served.by_logs).is_empty());
+        // What is noted of logs is forgotten with the next look.
+        served.clean();
+        assert_eq!(served.what().logs, []);
+        disks.end();
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_move_by_snapshots_has_its_log_come_down_again() {
+    let mut two = TwoDisks::new(FirstLog::Source);
+    let before = TwoDisks::content(two.slow.path());
+    let disks = served_for(&two.site, &two.spec);
+    let gone = two.fast.path().join("gone");
+    for place in &mut two.places {
+        let name = Path::new(&place.path).file_name().unwrap().to_owned();
+        place.path = gone.join(name).to_str().unwrap().to_owned();
+    }
+    let (ended, _) = move_both((&two.site, &mut two.spec), &disks, &two.places);
+    let is_failed = |disk: &DiskMove| disk.state == DiskMoveState::Failed;
+    assert!(ended.iter().all(is_failed), "{ended:?}");
+    // Both lay under a log by then.
+    let is_log = |name: &String| name.contains(".d1") || name.ends_with(".images");
+    until(|| !files(two.slow.path()).iter().any(is_log));
+    until(|| !disks.0.tidies.works());
+    assert!(lock(&disks.0.by_logs).is_empty());
+    disks.end();
+    assert!(TwoDisks::content(two.slow.path()) == before);
+    assert_eq!(files(two.fast.path()), Vec::<String>::new());
+}
+
+#[test]
+fn what_has_no_place_for_redo_logs_is_refused_before_anything_is_begun() {
+    let (spec, place) = (
+        DiskSpec::new("root", "/slow/root.raw"),
+        DiskPlace {
+            path: "/dev/vg0/root".to_owned(),
+            ..TwoDisks::new(FirstLog::default()).places[0].clone()
+        },
+    );
+    let why = must_take_logs(&spec, &place).unwrap_err();
+    assert!(why.contains("block device"), "{why}");
+    let place = DiskPlace {
+        path: "/fast/root.raw".to_owned(),
+        ..place
+    };
+    assert_eq!(must_take_logs(&spec, &place), Ok(()));
+    let shared = DiskSpec {
+        shared: true,
+        ..spec
+    };
+    let why = must_take_logs(&shared, &place).unwrap_err();
+    assert!(why.contains("other hosts have its image"), "{why}");
 }

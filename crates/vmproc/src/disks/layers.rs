@@ -6,7 +6,7 @@
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
 //! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, another image than the one that a disk is linked to, and disks
-//! on block devices.
+//! on block devices. What no description names is in [`super::unnamed`].
 
 use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
@@ -136,23 +136,27 @@ impl Place<'_> {
         }
     }
 
-    fn sibling(&self, name: &str) -> PathBuf {
-        self.path().with_file_name(name)
+    /// A file of this image of the disk.
+    fn file_of(&self, images: &Images, name: &str, file: &str) -> PathBuf {
+        match images.elsewhere.get(name) {
+            Some(directory) => Path::new(directory).join(file),
+            None => self.path().with_file_name(file),
+        }
     }
 
-    pub(super) fn descriptor(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}.vmdk"))
+    pub(super) fn descriptor(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &descriptor_name(name))
     }
 
-    pub(super) fn extent(&self, name: &str) -> PathBuf {
-        self.sibling(&format!("{name}-sesparse.vmdk"))
+    pub(super) fn extent(&self, images: &Images, name: &str) -> PathBuf {
+        self.file_of(images, name, &extent_name(name))
     }
 
-    /// Makes an empty delta, which is to lie over the top, durably.
+    /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
         let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(&fresh.name);
+        let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
+        let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
             let new = NewDelta {
                 descriptor: &descriptor,
@@ -164,16 +168,24 @@ impl Place<'_> {
         })
     }
 
-    /// As others who read the chain know the image below.
-    pub(super) fn parent_of(&self, images: &Images, name: &str) -> Result<Parent, String> {
+    /// As others who read the chain know the image below one that lies in this directory.
+    pub(super) fn parent_of(
+        &self,
+        images: &Images,
+        name: &str,
+        from: Option<&String>,
+    ) -> Result<Parent, String> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
-        let hint = format!("{name}.vmdk");
+        let hint = match images.elsewhere.get(name) == from {
+            true => descriptor_name(name),
+            false => self.descriptor(images, name).to_string_lossy().into_owned(),
+        };
         if let Some(id) = id {
             let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
             return Ok(Parent { cid, hint });
         }
-        let descriptor = self.descriptor(name);
+        let descriptor = self.descriptor(images, name);
         self.as_opener(|| beside::describe(&descriptor, name, images.bytes))?;
         let cid = OWN_IMAGE;
         Ok(Parent { cid, hint })
@@ -182,7 +194,7 @@ impl Place<'_> {
     /// The disk is one raw image again, which every program reads as it is.
     pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
         let name = self.file_name()?;
-        let descriptor = self.descriptor(name);
+        let descriptor = self.path().with_file_name(descriptor_name(name));
         self.as_opener(|| beside::forget(&descriptor, name))
     }
 
@@ -368,7 +380,8 @@ impl Place<'_> {
     ) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, true)?;
         let lock = lock_name(self.config, self.spec);
-        let opened = Delta::parent_of((file, &self.extent(name)), id, opening(&lock, patience));
+        let path = self.extent(images, name);
+        let opened = Delta::parent_of((file, &path), id, opening(&lock, patience));
         let opened = opened.map_err(|error| error.to_string())?;
         if let Some(delta) = opened {
             return Ok(delta);
@@ -393,7 +406,7 @@ impl Place<'_> {
             boot: boot()?,
             no_guest_lives,
         };
-        let path = self.extent(name);
+        let path = self.extent(images, name);
         let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
         let opened = opened.map_err(|error| error.to_string())?;
         let disk = &self.spec.name;
@@ -415,14 +428,14 @@ impl Place<'_> {
     /// Whether nothing is written to it any more.
     pub(super) fn is_frozen(&self, images: &Images, name: &str) -> Result<bool, String> {
         let (file, id) = self.open_extent(images, name, true)?;
-        let looked = is_frozen((file, &self.extent(name)), id, BLOCK);
+        let looked = is_frozen((file, &self.extent(images, name)), id, BLOCK);
         looked.map_err(|error| error.to_string())
     }
 
     /// Without a lock: the one on the disk's own image is for all that lie over it.
     pub fn open_unlocked(&self, images: &Images, name: &str) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, false)?;
-        let opened = Delta::unlocked((file, &self.extent(name)), id, BLOCK);
+        let opened = Delta::unlocked((file, &self.extent(images, name)), id, BLOCK);
         opened.map_err(|error| error.to_string())
     }
 
@@ -431,8 +444,8 @@ impl Place<'_> {
         let image = images.images.get(name);
         let over = image.and_then(|image| image.over.as_deref());
         let over = over.ok_or_else(|| format!("{name} lies over nothing"))?;
-        let parent = self.parent_of(images, over)?;
-        let descriptor = self.descriptor(name);
+        let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
+        let descriptor = self.descriptor(images, name);
         self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
     }
 
@@ -445,7 +458,7 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| id_of(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
-        Ok((self.open_beside(name, read_only)?, id))
+        Ok((self.open_file_of(images, name, read_only)?, id))
     }
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
@@ -459,21 +472,27 @@ impl Place<'_> {
         let image = images.images.get(name);
         let is_delta = image.is_some_and(|image| image.kind == Kind::Delta);
         let path = match is_delta {
-            true => self.extent(name),
-            false => self.sibling(name),
+            true => self.extent(images, name),
+            false => self.file_of(images, name, name),
         };
         let found = path.symlink_metadata().ok()?;
         Some(found.blocks().saturating_mul(512))
     }
 
     /// Opens the file of a delta, to be read.
-    pub(super) fn open_part(&self, name: &str) -> Result<File, String> {
-        self.open_beside(name, true)
+    pub(super) fn open_part(&self, images: &Images, name: &str) -> Result<File, String> {
+        self.open_file_of(images, name, true)
     }
 
-    pub(super) fn open_beside(&self, name: &str, read_only: bool) -> Result<File, String> {
+    pub(super) fn open_file_of(
+        &self,
+        images: &Images,
+        name: &str,
+        read_only: bool,
+    ) -> Result<File, String> {
+        let path = self.extent(images, name);
         let spec = DiskSpec {
-            path: self.extent(name).to_string_lossy().into_owned(),
+            path: path.to_string_lossy().into_owned(),
             read_only,
             ..self.spec.clone()
         };
@@ -526,6 +545,16 @@ impl Served {
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
     }
+}
+
+/// The file that says of what a delta of this name consists,
+pub(super) fn descriptor_name(name: &str) -> String {
+    format!("{name}.vmdk")
+}
+
+/// and the one that holds it.
+pub(super) fn extent_name(name: &str) -> String {
+    format!("{name}-sesparse.vmdk")
 }
 
 pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {

@@ -156,7 +156,7 @@ impl Leaving {
             .filter(|(_, image)| image.kind == Kind::Delta);
         let frozen = deltas.filter(|(name, _)| **name != images.top);
         for (number, (name, _)) in (1..).zip(frozen) {
-            let file = here.open_part(name)?;
+            let file = here.open_part(images, name)?;
             self.files.push(OneFile {
                 place,
                 begins: stride.saturating_mul(number),

@@ -15,6 +15,7 @@ use super::labelled::{self, Labelled, is_among};
 use super::linked::remove_above;
 use super::parts::Parts;
 use super::record;
+use super::redo::RedoLog;
 use super::served::ServedDisks;
 use super::there::WentAlong;
 use super::told;
@@ -68,6 +69,9 @@ pub(super) struct Left {
     /// What else belongs to it.
     #[serde(default, skip_serializing_if = "Parts::is_none")]
     pub parts: Parts,
+    /// Files that lay over it, with what describes them: they are of no use without it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<String>,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -163,6 +167,8 @@ pub(super) struct Earlier {
     pub left: Vec<Left>,
     /// An image that is not whole and could not be removed.
     pub copying: Option<Copying>,
+    /// Redo logs that were made, of which nothing may be described.
+    pub logs: Vec<RedoLog>,
     pub known: Vec<KnownImage>,
     pub along: Vec<WentAlong>,
     pub unread: Vec<String>,
@@ -182,6 +188,7 @@ pub(super) fn of_earlier(paths: &Paths, disks: &[DiskSpec]) -> Earlier {
         plain: what.plain_devices(),
         left: what.left,
         copying: what.copying,
+        logs: what.logs,
         known: what.known,
         along: what.along,
         unread: what.unread,
@@ -302,15 +309,7 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
         match former.judge(|| left.disk_is_there(&now)) {
             FormerEnd::Stays => true,
             FormerEnd::Forgotten => false,
-            // The image is last: as long as it is there it is tried again.
-            FormerEnd::Removed => {
-                let former = left.former();
-                let is_alone = match left.parts.is_none() {
-                    true => remove_above(&former),
-                    false => left.parts.remove(former.path),
-                };
-                !(is_alone && former.remove())
-            }
+            FormerEnd::Removed => !left.remove(),
         }
     });
 }
@@ -338,6 +337,28 @@ impl Left {
             );
         }
         is_there
+    }
+
+    /// What lay over it goes first, so that nothing of it is left where it is gone. Returns whether nothing is left that is to be removed.
+    fn remove(&self) -> bool {
+        let former = self.former();
+        // What lay over that of a linked disk says its description; what is noted is described no more, or is known by what it says.
+        let is_bare = match (self.parts.is_none(), self.layers.is_empty()) {
+            (false, _) => self.parts.remove(former.path),
+            (true, true) => remove_above(&former),
+            (true, false) => self.remove_layers(&former),
+        };
+        is_bare && former.remove()
+    }
+
+    fn remove_layers(&self, former: &Former<'_>) -> bool {
+        let beside = former.path.parent();
+        // What has a name beside another image may be that one's; in another directory no other disk has it.
+        let is_it = former.look().is_ok_and(|is| is == Is::It);
+        let is_ours = |file: &&String| is_it || Path::new(file.as_str()).parent() != beside;
+        let of_it = self.layers.iter().filter(is_ours);
+        let gone: Vec<bool> = of_it.map(|file| remove(Path::new(file))).collect();
+        gone.iter().all(|gone| *gone)
     }
 
     fn former(&self) -> Former<'_> {
@@ -409,6 +430,7 @@ impl Copying {
             known: self.known.clone(),
             part: None,
             followed: true,
+            layers: Vec::new(),
         });
         Some(left.into())
     }
@@ -424,6 +446,7 @@ impl Copying {
             known: self.known.clone(),
             part: Some(labelled::name_in(&self.beside)),
             followed: true,
+            layers: Vec::new(),
         }
     }
 

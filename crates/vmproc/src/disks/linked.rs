@@ -50,6 +50,9 @@ impl Served {
         }
         let images = self.all().place(spec).load()?;
         match images.common() {
+            None if method == Method::Snapshot && !images.is_one_raw() => {
+                Err("it has snapshots, or images of deleted ones that are not merged yet, and redo logs take none along: leave out --method".to_owned())
+            }
             None => Ok(false),
             Some(common) if !images.is_linked_only() => Err(stays_over(common.path)),
             Some(_) if method != Method::Mirror => {
@@ -168,6 +171,7 @@ mod tests {
             let fresh = Fresh {
                 name: "root.raw.d1".to_owned(),
                 id: format!("{:032x}", 7),
+                elsewhere: None,
             };
             let id = "9".repeat(32);
             let common = Common {

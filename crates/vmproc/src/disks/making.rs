@@ -6,7 +6,7 @@ use super::came::{Source, put_aside, unmake};
 use super::images::arriving_path;
 use super::served::{Made, Served};
 use crate::hypervisor::{common_user, reserved};
-use godwit_qemu::disk::must_be_free;
+use godwit_qemu::disk::{identity_of_open, must_be_free};
 use godwit_qemu::user::{self, User};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
@@ -61,5 +61,22 @@ impl Served {
         let reserved = reserved(&self.config);
         let common = common_user(&self.config, &reserved);
         user::make_disk(common, &self.config.vm, spec, bytes, owner).map(File::from)
+    }
+
+    /// Refuses another file than the one that was made, which is open still: else its number could be another file's.
+    pub(super) fn must_be(
+        &self,
+        made: &File,
+        spec: &DiskSpec,
+        found: &File,
+    ) -> Result<(), ApiError> {
+        let of = |file| identity_of_open(file).map_err(|error| self.refused(spec, &error));
+        match of(made)? == of(found)? {
+            true => Ok(()),
+            false => Err(self.refused(
+                spec,
+                &"another file is where its image was made just now: see who may write into that directory",
+            )),
+        }
     }
 }

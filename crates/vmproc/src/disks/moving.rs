@@ -83,6 +83,9 @@ impl Disks {
         spec: &MigrationSpec,
         cap_bytes_per_s: Option<f64>,
     ) -> Result<Option<SourceDisks>, ApiError> {
+        spec.method
+            .check_between_hosts()
+            .map_err(|why| ApiError::new(ErrorCode::InvalidRequest, why))?;
         let what = self.0.what();
         let all = what.with_images().enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
@@ -524,7 +527,11 @@ pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File
 }
 
 /// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
-fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
+pub(super) fn holes(
+    spec: &DiskSpec,
+    image: (u64, u64),
+    bytes: u64,
+) -> Result<Vec<Range<u64>>, String> {
     let file = open_disk_image(spec, image)?;
     let told = |error: Errno| format!("{}: {error}", spec.path);
     let (mut holes, mut at) = (Vec::new(), 0);

@@ -249,6 +249,7 @@ mod tests {
         let fresh = Fresh {
             name: "root.raw.d1".to_owned(),
             id: "1".repeat(32),
+            elsewhere: None,
         };
         let images = Images::of_one("root.raw", 1 << 20, MARK);
         let images = images.freeze(&fresh).unwrap();

@@ -15,6 +15,7 @@ use super::labelled::Labelled;
 use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::parts::Parts;
+use super::redo::{Logs, RedoLog};
 use super::there::{WentAlong, are_looked_at};
 use super::tidying::Tidies;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY, lock_name, record};
@@ -25,7 +26,6 @@ use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
-use godwit_qemu::disk::identity_of_open;
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_types::datastore::is_device_path;
@@ -82,6 +82,9 @@ pub(crate) struct ServedDisks {
     /// An image of this host that one of them is copied to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) copying: Option<Copying>,
+    /// Redo logs that were made, which no description may name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) logs: Vec<RedoLog>,
     /// Images that were left for others of this host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) left: Vec<Left>,
@@ -136,6 +139,8 @@ pub(super) struct Served {
     pub(super) tidies: Tidies,
     /// Those with snapshots that come with the VM, by their places.
     pub(super) coming: Mutex<BTreeMap<u8, Coming>>,
+    /// Disks that are being moved by redo logs, by name: nothing of them is tidied.
+    pub(super) by_logs: Mutex<BTreeMap<String, Logs>>,
     /// QEMU's connections to them, by their places, that the program before this one had.
     handed: Mutex<BTreeMap<usize, Handover>>,
 }
@@ -179,6 +184,7 @@ impl Served {
             linked: Mutex::default(),
             tidies: Tidies::default(),
             coming: Mutex::default(),
+            by_logs: Mutex::default(),
             handed: Mutex::default(),
         }
     }
@@ -232,18 +238,6 @@ impl Served {
     pub(super) fn end(&self) {
         let _what = lock(&self.what);
         self.has_ended.store(true, Ordering::SeqCst);
-    }
-
-    /// Refuses another file than the one that was made, which is open still: else its number could be another file's.
-    fn must_be(&self, made: &File, spec: &DiskSpec, found: &File) -> Result<(), ApiError> {
-        let of = |file| identity_of_open(file).map_err(|error| self.refused(spec, &error));
-        match of(made)? == of(found)? {
-            true => Ok(()),
-            false => Err(self.refused(
-                spec,
-                &"another file is where its image was made just now: see who may write into that directory",
-            )),
-        }
     }
 
     /// Opens all images and serves them; those that were made for this must be the very ones.

@@ -166,6 +166,16 @@ impl All<'_> {
         change: impl Fn(&Images, &Fresh) -> Result<Images, String>,
         over: impl Fn(&Images) -> Option<String>,
     ) -> Result<Vec<Changed>, ApiError> {
+        self.prepare_at(change, over, |_| None)
+    }
+
+    /// The same, where `at` gives a directory for a disk's delta, which is not the disk's own, and a name that nothing has there.
+    pub(super) fn prepare_at(
+        &self,
+        change: impl Fn(&Images, &Fresh) -> Result<Images, String>,
+        over: impl Fn(&Images) -> Option<String>,
+        at: impl Fn(&DiskSpec) -> Option<(String, String)>,
+    ) -> Result<Vec<Changed>, ApiError> {
         let mut changed = Vec::new();
         for (spec, mut before) in self.specs.iter().zip(self.load()?) {
             let place = self.place(spec);
@@ -173,14 +183,17 @@ impl All<'_> {
             let prepared = may.and_then(|()| {
                 place.must_be_the_latest(&before)?;
                 before.next = place.free_number(&before)?;
+                let own = Images::name_of(place.file_name()?, before.next);
+                let (elsewhere, name) = at(spec).unzip();
                 let fresh = Fresh {
-                    name: Images::name_of(place.file_name()?, before.next),
+                    name: name.unwrap_or(own),
                     id: random_number()?,
+                    elsewhere,
                 };
                 let now = change(&before, &fresh)?;
                 let over = over(&before).unwrap_or_else(|| before.top.clone());
                 place.begin(&now)?;
-                place.make(&before, &over, &fresh)?;
+                place.make(&now, &over, &fresh)?;
                 Ok(Changed { before, now, fresh })
             });
             match prepared {
@@ -215,8 +228,8 @@ impl All<'_> {
     /// Removes deltas that no description names.
     pub(super) fn unmake(&self, changed: &[Changed]) {
         for (spec, one) in self.specs.iter().zip(changed) {
-            self.place(spec)
-                .remove(&one.fresh.name, Some(&one.fresh.id));
+            let (name, id) = (&one.fresh.name, &one.fresh.id);
+            self.place(spec).remove(&one.now, name, Some(id));
         }
     }
 

@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 /// How long a second image may take to be durable, and how long a disk stands still at most for what is under way.
 const STAND_WAIT: Duration = Duration::from_millis(500);
 
-fn length_of(path: &Path) -> io::Result<u64> {
+pub(super) fn length_of(path: &Path) -> io::Result<u64> {
     if is_device_path(&path.to_string_lossy()) {
         return labelled::length_of(path);
     }
@@ -78,7 +78,7 @@ impl Going<'_> {
 }
 
 /// What was written before a switch, and what was known of the disk's image.
-type Before = (Arc<ServedDisks>, Option<KnownImage>);
+pub(super) type Before = (Arc<ServedDisks>, Option<KnownImage>);
 
 /// What fills the second image, by whatever method. The disk is the very one that has the mirror: another one in its place has none.
 pub(super) struct Mirror {
@@ -163,7 +163,7 @@ impl Served {
         let known = self.known_of(&what, &going.place.disk);
         let before = (what, known);
         self.moves.is_switching.store(true, Ordering::SeqCst);
-        let written = self.write_switch(going, label);
+        let written = self.write_switch(going, label, Vec::new());
         // Who has not kept up is tried again; what cannot be written ends the move.
         let tries_again = written.is_ok();
         let went = written.and_then(|()| {
@@ -259,12 +259,12 @@ impl Served {
         drop(standing);
         std::thread::sleep(STAND_WAIT);
         reached("disk-move.switched");
-        self.write_switch(going, None)?;
+        self.write_switch(going, None, Vec::new())?;
         Ok(Some(began.elapsed()))
     }
 
     /// Whatever serves it ends, and what is written is served soon.
-    fn serve_anew(&self, going: &Going<'_>, why: &str) {
+    pub(super) fn serve_anew(&self, going: &Going<'_>, why: &str) {
         tracing::error!(
             disk = going.spec.name,
             why,
@@ -279,8 +279,13 @@ impl Served {
         }
     }
 
-    /// From here on the second image is the disk.
-    fn write_switch(&self, going: &Going<'_>, label: Option<Labelled>) -> Result<(), String> {
+    /// From here on the second image is the disk, and these files, which lay over the first, are none of it any more.
+    pub(super) fn write_switch(
+        &self,
+        going: &Going<'_>,
+        label: Option<Labelled>,
+        layers: Vec<String>,
+    ) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
         self.note_failures();
         // What is not written down yet counts, too.
@@ -297,6 +302,7 @@ impl Served {
                 known,
                 part: None,
                 parts: former,
+                layers,
                 followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {
@@ -320,7 +326,11 @@ impl Served {
     }
 
     /// As it was before, for this disk.
-    fn write_back(&self, going: &Going<'_>, (before, known): &Before) -> Result<(), ApiError> {
+    pub(super) fn write_back(
+        &self,
+        going: &Going<'_>,
+        (before, known): &Before,
+    ) -> Result<(), ApiError> {
         let index = going.index;
         let as_before = |what: &mut ServedDisks| {
             what.copying.clone_from(&before.copying);

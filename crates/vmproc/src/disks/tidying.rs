@@ -203,13 +203,21 @@ impl Served {
         left.join("; ")
     }
 
+    /// A disk that moves by redo logs needs them as they are.
     fn goes_on(&self, one: &One<'_>) -> bool {
         let has_ended = self.has_ended.load(Ordering::SeqCst) || one.disk.has_ended();
-        !has_ended && self.held().is_some() && self.tidies.why_not().is_none()
+        let goes_on = !has_ended && self.held().is_some();
+        goes_on && !self.moves_by_logs(one) && self.tidies.why_not().is_none()
     }
 
-    fn broken_off(&self) -> Looked {
-        Looked::Later(self.tidies.why_not().unwrap_or("its guest has ended"))
+    fn moves_by_logs(&self, one: &One<'_>) -> bool {
+        lock(&self.by_logs).contains_key(&one.place.spec.name)
+    }
+
+    fn broken_off(&self, one: &One<'_>) -> Looked {
+        let moves = self.moves_by_logs(one).then_some("it is being moved");
+        let why = self.tidies.why_not().or(moves);
+        Looked::Later(why.unwrap_or("its guest has ended"))
     }
 
     fn tidy(&self, index: usize, spec: &DiskSpec, freezes: &mut u32) -> Result<Looked, String> {
@@ -222,7 +230,7 @@ impl Served {
             own: own.as_fd(),
         };
         if !self.goes_on(&one) {
-            return Ok(self.broken_off());
+            return Ok(self.broken_off(&one));
         }
         let place = one.place.get();
         let mut found = place.load_of(one.own)?;
@@ -287,7 +295,7 @@ impl Served {
         let into = (target.as_mut(), images.bytes);
         match self.merge(one, (&from, lacking), into, rests)? {
             true => self.commit(one, tidying, target),
-            false => Ok(self.broken_off()),
+            false => Ok(self.broken_off(one)),
         }
     }
 
@@ -383,7 +391,7 @@ impl Served {
         let top = one.place.get().open_unlocked(&images, &images.top)?;
         let into = (below.as_mut(), images.bytes);
         if !self.merge(one, (&top, false), into, false)? {
-            return Ok(self.broken_off());
+            return Ok(self.broken_off(one));
         }
         drop(top);
         if let Some(below) = &mut below {

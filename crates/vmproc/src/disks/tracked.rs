@@ -30,7 +30,8 @@ pub(super) fn filter_for(
     course: &Course,
 ) -> Box<dyn Filter> {
     match method {
-        Method::Mirror => Box::new(Mirroring::new(bytes, outlet, course)),
+        // A disk that moves by redo logs needs nothing of the kind.
+        Method::Mirror | Method::Snapshot => Box::new(Mirroring::new(bytes, outlet, course)),
         Method::DirtyTracking => {
             let options = Options {
                 incremental: !without.contains(&Optimisation::Incremental),

@@ -197,7 +197,7 @@ impl Served {
         self.copy_file(going, (disk, &own), pace, &mut progress)?;
         for (name, new) in &tree.names {
             let Some(file) = made.get(new) else { continue };
-            let from = here.open_part(name)?;
+            let from = here.open_part(&tree.images, name)?;
             let pair = Pair {
                 shares: Some(from.try_clone()?),
                 from: Image::of(from, Path::new(name), Access::ReadOnly, BLOCK)?,
@@ -367,7 +367,7 @@ impl Place<'_> {
             .iter()
             .filter(|(_, image)| image.kind == Kind::Delta);
         let files = deltas.map(|(name, one)| {
-            let path = self.extent(name);
+            let path = self.extent(images, name);
             let image = identity_of(&path);
             let image = image.map_err(|error| format!("{}: {error}", path.display()))?;
             Ok(Part {
@@ -391,7 +391,7 @@ impl Place<'_> {
             .iter()
             .filter(|(_, image)| image.kind == Kind::Delta);
         let files = deltas.map(|(name, one)| {
-            let path = self.extent(name).to_string_lossy().into_owned();
+            let path = self.extent(images, name).to_string_lossy().into_owned();
             Part {
                 beside: format!("{path}{ending}"),
                 path,
@@ -408,7 +408,7 @@ impl Place<'_> {
     /// The image that has this file.
     pub(super) fn name_of_part(&self, images: &Images, path: &str) -> Option<String> {
         let mut names = images.images.keys();
-        let found = names.find(|name| self.extent(name) == Path::new(path));
+        let found = names.find(|name| self.extent(images, name) == Path::new(path));
         found.cloned()
     }
 
@@ -441,7 +441,7 @@ impl Place<'_> {
         let told = |error: godwit_blockio::Error| error.to_string();
         let mut opened = BTreeMap::new();
         for (image, file) in made {
-            let path = self.extent(image);
+            let path = self.extent(images, image);
             let id = images.images.get(image).and_then(|one| one.id.as_deref());
             let id = id
                 .and_then(id_of)
@@ -503,12 +503,12 @@ impl Place<'_> {
         else {
             return Ok(());
         };
-        let descriptor = self.descriptor(name);
+        let descriptor = self.descriptor(images, name);
         if descriptor.symlink_metadata().is_ok() {
             return Ok(());
         }
         let id = id_of(id).ok_or("the name of a delta is no number")?;
-        let parent = self.parent_of(images, over)?;
+        let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
         self.as_opener(|| {
             let new = godwit_blockio::delta::NewDelta {
                 descriptor: &descriptor,

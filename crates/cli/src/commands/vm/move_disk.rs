@@ -15,7 +15,9 @@ use godwit_rpc::ControllerClient;
 use godwit_types::ErrorCode;
 use godwit_types::VmName;
 use godwit_types::datastore::is_device_path;
-use godwit_types::disk_move::{DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, MoveDisks};
+use godwit_types::disk_move::{
+    DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, Method, MoveDisks,
+};
 use std::time::{Duration, Instant};
 
 /// How often the controller is asked how far it is.
@@ -43,6 +45,7 @@ pub(super) async fn move_disk(
         dry_run: arguments.dry_run,
         method: arguments.method.into(),
         without: without(arguments.no_incremental, arguments.no_hot_blocks),
+        first_log: arguments.first_log.into(),
     };
     let client = controller(global)?;
     let begun = saying(of_vm(&client, &vm), client.move_disks(&vm, &wish)).await;
@@ -54,7 +57,7 @@ pub(super) async fn move_disk(
     output.show(&moves, |output, moves| {
         for disk in &moves.disks {
             output.line(plain::sentence(&sentence(&vm, disk)));
-            iterations(disk).for_each(|line| output.line(line));
+            details(disk).for_each(|line| output.line(line));
         }
     });
     let mut disks = moves.disks.iter();
@@ -97,7 +100,7 @@ async fn list(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
             let began = disk.began_unix_s.map(|at| format!("{}  ", moment(at)));
             let line = format!("{}{}", began.unwrap_or_default(), listed(disk));
             output.line(plain::sentence(&line));
-            iterations(disk).for_each(|line| output.line(line));
+            details(disk).for_each(|line| output.line(line));
         }
         if !moves.are_under_way() && moves.past.is_empty() {
             output.line(format!("no disk of VM '{vm}' was moved on its host"));
@@ -194,10 +197,13 @@ fn sentence(vm: &VmName, disk: &DiskMove) -> String {
                 Some(eta) => format!("about {}", seconds(eta as f64)),
                 None => "no estimate, which an earlier move between these places without a cap would give".to_owned(),
             };
-            let unknown = match disk.method.is_default() {
-                true => "",
-                false => {
+            let unknown = match disk.method {
+                Method::Mirror => "",
+                Method::DirtyTracking => {
                     "; whether its guest writes too much for dirty tracking is seen after the first pass, and the disk stays then"
+                }
+                Method::Snapshot => {
+                    "; how many redo logs that takes, and how much room beside the image, depends on how much its guest writes"
                 }
             };
             format!(
@@ -231,7 +237,28 @@ fn listed(disk: &DiskMove) -> String {
     }
 }
 
-/// What each iteration of dirty block tracking came to; nothing of a disk that was mirrored.
+/// What each iteration came to, and what redo logs took; nothing of a disk that was mirrored.
+fn details(disk: &DiskMove) -> impl Iterator<Item = String> {
+    let logs = disk.redo_logs.map(|taken| {
+        let slowed = taken.slowed_to.map_or_else(String::new, |part| {
+            format!("; its guest was slowed to {:.0} %", part * 1e2)
+        });
+        format!(
+            "  {} redo {}, with the new image {} at the most; it was at both places for {}; its guest waited {:.1} ms while they were put over{slowed}",
+            taken.logs,
+            match taken.logs {
+                1 => "log",
+                _ => "logs",
+            },
+            amount(taken.space_max_bytes),
+            seconds(taken.spanned_s),
+            taken.frozen_ms
+        )
+    });
+    iterations(disk).chain(logs)
+}
+
+/// What each iteration of dirty block tracking came to, or each consolidation of a redo log.
 fn iterations(disk: &DiskMove) -> impl Iterator<Item = String> {
     disk.iterations.iter().map(|ended| {
         let left_out = match ended.deferred_bytes {
@@ -273,7 +300,7 @@ fn took(disk: &DiskMove) -> String {
 mod tests {
     use super::*;
     use godwit_types::ApiError;
-    use godwit_types::disk_move::DiskIteration;
+    use godwit_types::disk_move::{DiskIteration, RedoLogs};
 
     #[test]
     fn each_end_says_where_the_disk_is() {
@@ -338,5 +365,37 @@ mod tests {
         );
         disk.state = DiskMoveState::Cancelled;
         assert!(sentence(&vm, &disk).contains("is /old still: it was called off"));
+    }
+
+    #[test]
+    fn of_redo_logs_it_is_told_what_they_took() {
+        let logs = RedoLogs {
+            logs: 3,
+            space_max_bytes: 3 << 30,
+            spanned_s: 12.0,
+            frozen_ms: 4.26,
+            slowed_to: Some(0.25),
+        };
+        let mut disk = DiskMove {
+            redo_logs: Some(logs),
+            ..DiskMove::planned("root", "/old", "/new")
+        };
+        let told: Vec<String> = details(&disk).collect();
+        assert_eq!(
+            told,
+            [
+                "  3 redo logs, with the new image 3.0 GiB at the most; it was at both places for 12.0 s; its guest waited 4.3 ms while they were put over; its guest was slowed to 25 %"
+            ]
+        );
+        disk.redo_logs = Some(RedoLogs {
+            logs: 1,
+            slowed_to: None,
+            ..logs
+        });
+        let told = details(&disk).next().unwrap();
+        assert!(
+            told.contains("1 redo log, ") && !told.contains("slowed"),
+            "{told}"
+        );
     }
 }

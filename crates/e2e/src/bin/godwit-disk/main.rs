@@ -6,13 +6,15 @@
 //! record, switch. What it leaves out: the VM's description, removing the former image, and who may run the VM.
 //!
 //! Lines of JSON on standard output say what happens; commands come on standard input: `move PATH` moves the disk to a file that
-//! is not there yet, and `move-by-dirty-tracking PATH` does so by that method. It ends with its standard input. Owns the disk; refuses a second move.
+//! is not there yet, `move-by-dirty-tracking PATH` and `move-by-snapshot PATH` do so by those methods. It ends with its standard input. Owns the disk; refuses a second move.
 #![forbid(unsafe_code)]
 
+mod by_logs;
 mod moving;
 mod tracked;
 
 use anyhow::{Context as _, Result, bail};
+use by_logs::Brake;
 use clap::Parser;
 use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, create, read_descriptor};
 use godwit_blockio::{Access, Image, Waits};
@@ -60,6 +62,9 @@ struct Arguments {
     /// It leaves nothing out for being written again and again
     #[arg(long)]
     no_hot_blocks: bool,
+    /// Whoever works with the disk may be slowed, as the method snapshot does at the end of its means
+    #[arg(long)]
+    may_slow: bool,
 }
 
 fn main() -> Result<()> {
@@ -68,7 +73,8 @@ fn main() -> Result<()> {
         .with_ansi(false)
         .init();
     let arguments = Arguments::parse();
-    let disk = serve(&arguments)?;
+    let brake = Brake::default();
+    let disk = serve(&arguments, &brake)?;
     say(&json!({"event": "serving"}));
     let options = Options {
         incremental: !arguments.no_incremental,
@@ -78,11 +84,17 @@ fn main() -> Result<()> {
     for line in std::io::stdin().lines() {
         let line = line?;
         let (by, to) = match line.split_once(' ') {
-            Some(("move", to)) => (By::Mirror, to),
-            Some(("move-by-dirty-tracking", to)) => (By::DirtyTracking(options), to),
+            Some(("move", to)) => (Some(By::Mirror), to),
+            Some(("move-by-dirty-tracking", to)) => (Some(By::DirtyTracking(options)), to),
+            Some(("move-by-snapshot", to)) => (None, to),
             _ => bail!("'{line}' is no command: 'move PATH' is"),
         };
-        match moving::move_disk((&disk, by), &at, Path::new(to), &arguments.record) {
+        let (path, record) = (Path::new(to), &arguments.record);
+        let moved = match by {
+            Some(by) => moving::move_disk((&disk, by), &at, path, record),
+            None => by_logs::move_disk((&disk, &brake), &at, path, record),
+        };
+        match moved {
             Ok(()) => at = to.into(),
             Err(error) => say(&json!({"event": "failed", "why": format!("{error:#}")})),
         }
@@ -90,7 +102,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn serve(arguments: &Arguments) -> Result<Disk> {
+fn serve(arguments: &Arguments, brake: &Brake) -> Result<Disk> {
     let mut image = Image::open(&arguments.image, Access::ReadWrite, BLOCK_BYTES)?;
     image.lock("disk", LOCK_WAIT)?;
     let bytes = std::fs::metadata(&arguments.memory)
@@ -105,19 +117,24 @@ fn serve(arguments: &Arguments) -> Result<Disk> {
         erases: true,
         serial: "bench".to_owned(),
     };
+    let waits = Waits {
+        for_room: true,
+        for_storage: false,
+    };
+    let filters = match arguments.may_slow {
+        true => brake.filters(waits),
+        false => Vec::new(),
+    };
     let disk = Disk::start(Settings {
         name: "disk".to_owned(),
         socket: arguments.socket.clone(),
         owner: None,
         image,
         geometry,
-        filters: Vec::new(),
+        filters,
         ram: Arc::new(RamFile::open(&arguments.memory, bytes)?),
         has_image: true,
-        waits: Waits {
-            for_room: true,
-            for_storage: false,
-        },
+        waits,
         handed: None,
         deltas,
     })?;

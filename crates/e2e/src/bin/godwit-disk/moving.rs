@@ -109,7 +109,7 @@ pub fn move_disk((disk, by): (&Disk, By), from: &Path, to: &Path, record: &Path)
     Ok(())
 }
 
-fn make_second(path: &Path, bytes: u64) -> Result<Image> {
+pub fn make_second(path: &Path, bytes: u64) -> Result<Image> {
     let file = File::create_new(path);
     let file = file.with_context(|| format!("cannot make {}", path.display()))?;
     file.set_len(bytes)?;
@@ -120,7 +120,7 @@ fn make_second(path: &Path, bytes: u64) -> Result<Image> {
     Ok(image)
 }
 
-fn sync_directory_of(path: &Path) -> Result<()> {
+pub fn sync_directory_of(path: &Path) -> Result<()> {
     if let Some(parent) = path.parent() {
         File::open(parent)?.sync_all()?;
     }

@@ -1,8 +1,9 @@
-//! Files beside a disk's image that are no part of the disk: what left it and is removed, what somebody who died has made and nobody named, and the names
-//! that are free for new deltas.
+//! Images that no description names as a part of their disk, beside it or where redo logs of it lay: found, told from others, and removed.
 //!
-//! Owns nothing: the files are the disk's. Whoever calls this has the disk's image locked, or keeps others from changing its description. Refuses: to remove
-//! a file that is another one than it was, or that may be, since storage did not answer; and a description that is older than what lies beside it.
+//! A delta is made before a description names it, and removed after one has ceased to: whoever dies in between leaves one that holds nothing, or that is noted as
+//! leaving. One that has content and that no description names says that the description is an older copy.
+//!
+//! Owns nothing. Refuses: to take an error of storage for an answer, and to remove a delta of another number.
 
 use super::BLOCK;
 use super::images;
@@ -20,13 +21,13 @@ const NUMBERS_MAX: usize = 64;
 impl Place<'_> {
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
     /// nothing more to be done.
-    pub fn remove(&self, name: &str, id: Option<&str>) -> bool {
+    pub fn remove(&self, images: &Images, name: &str, id: Option<&str>) -> bool {
         let id = id.and_then(id_of);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
         }
-        match self.is_to_go(name, id) {
+        match self.is_to_go(images, name, id) {
             Ok(true) => {}
             Ok(false) => {
                 tracing::warn!(
@@ -40,19 +41,24 @@ impl Place<'_> {
                 return false;
             }
         }
-        let (descriptor, extent) = (self.descriptor(name), self.extent(name));
+        let (descriptor, extent) = (self.descriptor(images, name), self.extent(images, name));
         // The descriptor makes it one.
         let gone = self.as_opener(|| {
             let gone = images::remove(&descriptor) && images::remove(&extent);
             gone.then_some(())
-                .ok_or_else(|| io::Error::from(io::ErrorKind::PermissionDenied).into())
+                .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::PermissionDenied).into())
         });
         gone.is_ok()
     }
 
+    /// Whether an image that is not described holds nothing, or is not there.
+    pub fn is_unused(&self, images: &Images, name: &str) -> bool {
+        self.is_to_go(images, name, None) == Ok(true)
+    }
+
     /// Whether under this name is the delta of this number, or an empty one where there is none, or nothing.
-    fn is_to_go(&self, name: &str, id: Option<Id>) -> Result<bool, String> {
-        let path = self.extent(name);
+    fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> Result<bool, String> {
+        let path = self.extent(images, name);
         let found = self.as_opener(|| match path.symlink_metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             found => Ok(found.map(|_| true)?),
@@ -60,10 +66,10 @@ impl Place<'_> {
         if !found? {
             return Ok(true);
         }
-        let file = self.open_beside(name, false)?;
+        let file = self.open_file_of(images, name, false)?;
         match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
             None => {
-                let file = self.open_beside(name, false)?;
+                let file = self.open_file_of(images, name, false)?;
                 is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
             }
             Some(Ok(_)) => Ok(true),
@@ -75,7 +81,7 @@ impl Place<'_> {
     /// Removes what is part of the disk no more, and has the description forget it.
     pub fn remove_what_leaves(&self, images: &Images) -> Result<(), String> {
         let leaving = images.leaving.iter();
-        let gone = leaving.filter(|(name, id)| self.remove(name, id.as_deref()));
+        let gone = leaving.filter(|(name, id)| self.remove(images, name, id.as_deref()));
         let gone: Vec<String> = gone.map(|(name, _)| name.clone()).collect();
         match gone.is_empty() {
             true => Ok(()),
@@ -86,8 +92,8 @@ impl Place<'_> {
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
         for (name, _) in self.unnamed(images).unwrap_or_default() {
-            if self.is_to_go(&name, None) == Ok(true) {
-                self.remove(&name, None);
+            if self.is_unused(images, &name) {
+                self.remove(images, &name, None);
             }
         }
     }
@@ -97,7 +103,7 @@ impl Place<'_> {
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
         let later = self.unnamed(images)?.into_iter();
         let mut later = later.filter(|(_, number)| *number >= images.next);
-        let is_older = later.find_map(|(name, _)| match self.is_to_go(&name, None) {
+        let is_older = later.find_map(|(name, _)| match self.is_to_go(images, &name, None) {
             Ok(true) => None,
             Ok(false) => Some(Ok(name)),
             Err(why) => Some(Err(why)),
@@ -128,7 +134,7 @@ impl Place<'_> {
         Ok(found)
     }
 
-    /// Names of deltas of this disk, described or not, and their numbers.
+    /// Names of deltas beside this disk, described or not, and their numbers.
     fn numbered(&self) -> Result<Vec<(String, u64)>, String> {
         let own = self.file_name()?;
         let number = |name: &str| {
@@ -151,7 +157,7 @@ impl Place<'_> {
         let own = self.file_name()?;
         let is_free = |number: &u64| {
             let name = Images::name_of(own, *number);
-            let files = [self.descriptor(&name), self.extent(&name)];
+            let files = [self.descriptor(images, &name), self.extent(images, &name)];
             files.iter().all(|file| file.symlink_metadata().is_err())
         };
         let mut numbers = (images.next..).take(NUMBERS_MAX);

@@ -1,0 +1,259 @@
+//! Redo logs of disks that move on their host by snapshotting, the laboratory's first method: put over disks, kept in mind, and removed.
+//!
+//! A log is a delta ([`super::layers`]) of which no moment is kept. The first one of all disks that move together is put over them at one moment.
+//! Logs lie beside the new image, under names that nothing else has; the disk's description says where, so that whoever comes after this process serves
+//! the disk as it is, and has its logs come down into its image again ([`super::tidying`]). While a disk moves nothing of it is tidied.
+//!
+//! Part of a move ([`super::in_place`]); what one disk goes through is in [`super::by_logs`]. Owns which disks move so. Refuses: disks on block devices,
+//! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
+
+use super::layers::{Place, descriptor_name, extent_name, id_of};
+use super::served::Served;
+use super::snapshots::All;
+use super::switching::Stopped;
+use crate::adoption::lock;
+use crate::faults::reached;
+use godwit_qemu::disk::must_be_free;
+use godwit_snapshots::{Images, Kind};
+use godwit_types::datastore::is_device_path;
+use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
+use godwit_types::snapshots::description_of;
+use godwit_types::vm::DiskSpec;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// A log that is about to be made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RedoLog {
+    pub disk: String,
+    /// Where it lies, if not beside its disk's own image,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub directory: String,
+    /// and its name in the disk's description then.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+}
+
+/// The logs of a disk that moves.
+#[derive(Debug, Clone)]
+pub(super) struct Logs {
+    /// Where the new image is to be,
+    directory: String,
+    /// and what the names of logs there begin with.
+    stem: String,
+    first: FirstLog,
+    /// How long the guest's requests waited while logs were put over the disk.
+    pub frozen: Duration,
+    /// Since when the disk has been at both places.
+    pub spans: Option<Instant>,
+}
+
+impl Logs {
+    fn of(place: &DiskPlace, moment: u128) -> Result<Self, String> {
+        let path = Path::new(&place.path);
+        let directory = path.parent().and_then(Path::to_str);
+        let name = path.file_name().and_then(|name| name.to_str());
+        let (Some(directory), Some(name)) = (directory, name) else {
+            return Err(format!("{} names no file", place.path));
+        };
+        Ok(Self {
+            directory: directory.to_owned(),
+            stem: format!("{name}.moving-{moment:x}"),
+            first: place.first_log,
+            frozen: Duration::ZERO,
+            spans: None,
+        })
+    }
+
+    /// Where log `number` lies, and how it is called, if that is not beside the disk's own image.
+    fn place_of(&self, number: u32) -> Option<(String, String)> {
+        let beside_former = number <= 1 && self.first == FirstLog::Source;
+        let name = Images::name_of(&self.stem, number.into());
+        (!beside_former).then(|| (self.directory.clone(), name))
+    }
+}
+
+/// Refuses disks that have no place for logs.
+pub(super) fn must_take_logs(spec: &DiskSpec, place: &DiskPlace) -> Result<(), String> {
+    if is_device_path(&spec.path) || is_device_path(&place.path) {
+        return Err(
+            "redo logs lie beside its images, and beside a block device there is no place for them: leave out --method, and it is mirrored"
+                .to_owned(),
+        );
+    }
+    match spec.shared && !place.shared {
+        true => Err(
+            "other hosts have its image, and would not have its redo logs, which would be on storage of this host alone: leave out --method, and it is mirrored"
+                .to_owned(),
+        ),
+        false => Ok(()),
+    }
+}
+
+impl Served {
+    /// Puts a first log over those of these disks that move by logs, at one moment.
+    pub(super) fn begin_logs(&self, places: &[DiskPlace]) -> Result<(), Stopped> {
+        let by_logs = places
+            .iter()
+            .filter(|place| place.method == Method::Snapshot);
+        let by_logs: Vec<&DiskPlace> = by_logs.collect();
+        if by_logs.is_empty() {
+            return Ok(());
+        }
+        let _turn = lock(&self.moves.turn);
+        self.must_be_clean()?;
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let moment = since.unwrap_or_default().as_nanos();
+        let mut logs = BTreeMap::new();
+        let what = self.what();
+        for place in &by_logs {
+            let mut disks = what.disks.iter();
+            let spec = disks.find(|disk| disk.name == place.disk);
+            let spec = spec.ok_or("the VM has no such disk")?;
+            // Logs alone are told from the lowest on, over an image that has all that lay below the first.
+            self.must_be_copied_whole(spec, place.method)?;
+            must_be_free(Path::new(&place.path))?;
+            logs.insert(place.disk.clone(), Logs::of(place, moment)?);
+        }
+        // From here on nothing of them is tidied.
+        *lock(&self.by_logs) = logs;
+        let names: Vec<&str> = by_logs.iter().map(|place| place.disk.as_str()).collect();
+        self.put_logs(&names, 1)
+    }
+
+    /// They move no more: what they consist of is tidied, and their guest is as fast as it may be.
+    pub(super) fn end_logs(self: &Arc<Self>) {
+        let ended = std::mem::take(&mut *lock(&self.by_logs));
+        if ended.is_empty() {
+            return;
+        }
+        self.gauges.iter().for_each(|gauge| gauge.slow(None));
+        self.tidying_is_due();
+    }
+
+    /// Makes log `number` of these disks, durably, and puts it over them, at one moment.
+    pub(super) fn put_logs(&self, names: &[&str], number: u32) -> Result<(), Stopped> {
+        let _one = lock(&self.descriptions);
+        let what = self.what();
+        let disks = what.disks.iter();
+        let specs = disks.filter(|disk| names.contains(&disk.name.as_str()));
+        let all = All {
+            specs: specs.cloned().collect(),
+            ..self.all()
+        };
+        let logs = lock(&self.by_logs).clone();
+        let at = |spec: &DiskSpec| logs.get(&spec.name)?.place_of(number);
+        let made = all.specs.iter().map(|spec| {
+            let (directory, name) = at(spec).unwrap_or_default();
+            RedoLog {
+                disk: spec.name.clone(),
+                directory,
+                name,
+            }
+        });
+        let made: Vec<RedoLog> = made.collect();
+        // What a process that dies makes of them is removed by the next.
+        self.change(|what| what.logs.extend(made))
+            .map_err(|error| error.message)?;
+        let changed = all.prepare_at(Images::freeze, |_| None, at);
+        let changed = changed.map_err(|error| error.message)?;
+        reached("redo.made");
+        let stood = self.freeze(&all, &changed);
+        let stood = stood.map_err(|error| error.message)?;
+        reached("redo.put-over");
+        let now = Instant::now();
+        for (_, logs) in lock(&self.by_logs)
+            .iter_mut()
+            .filter(|(name, _)| names.contains(&name.as_str()))
+        {
+            logs.frozen += stood.stood;
+            if logs.place_of(number).is_some() {
+                logs.spans.get_or_insert(now);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes logs that were made and that no description names. Whoever calls this has the turn.
+    pub(super) fn remove_unnamed_logs(&self) {
+        let what = self.what();
+        if what.logs.is_empty() {
+            return;
+        }
+        let _one = lock(&self.descriptions);
+        let all = self.all();
+        let stays = |log: &RedoLog| {
+            let mut specs = all.specs.iter();
+            let spec = specs.find(|spec| spec.name == log.disk);
+            spec.is_some_and(|spec| {
+                let place = all.place(spec);
+                let described = place.load();
+                described.map_or(true, |images| place.keeps_log(log, &images))
+            })
+        };
+        let logs: Vec<RedoLog> = what.logs.iter().filter(|log| stays(log)).cloned().collect();
+        if logs == what.logs {
+            return;
+        }
+        if let Err(error) = self.change(|what| what.logs = logs) {
+            tracing::warn!(%error, "that redo logs are removed is not written yet");
+        }
+    }
+}
+
+impl Place<'_> {
+    /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
+    pub fn files(&self, images: &Images) -> Vec<PathBuf> {
+        let described = images.images.iter();
+        let described = described.filter(|(_, image)| image.kind == Kind::Delta);
+        let deltas = described
+            .map(|(name, image)| (name, &image.id))
+            .chain(&images.leaving)
+            .filter_map(|(name, id)| Some((name, id.as_deref()?)));
+        let mut files = Vec::new();
+        for (name, id) in deltas {
+            files.extend([self.descriptor(images, name), self.extent(images, name)]);
+            files.extend(id_of(id).map(|id| self.map_of(id)));
+        }
+        let own = self.path().file_name().and_then(|name| name.to_str());
+        files.extend(own.map(|own| self.path().with_file_name(descriptor_name(own))));
+        files.push(description_of(self.path()));
+        files
+    }
+
+    /// Removes a log that is not described. Returns whether it is, or stays for now.
+    fn keeps_log(&self, log: &RedoLog, described: &Images) -> bool {
+        if !log.name.is_empty() {
+            let lies_at = described.elsewhere.get(&log.name);
+            return lies_at == Some(&log.directory) || !self.remove_log(log);
+        }
+        self.remove_unnamed(described);
+        false
+    }
+
+    /// Removes a log that no description names: one that holds nothing, or a part of one. Returns whether nothing of it is left.
+    fn remove_log(&self, log: &RedoLog) -> bool {
+        let Ok(own) = self.file_name() else {
+            return false;
+        };
+        // Its file system may come back.
+        if !Path::new(&log.directory).is_dir() {
+            return false;
+        }
+        let mut images = Images::of_one(own, 0, "");
+        let (name, directory) = (log.name.clone(), log.directory.clone());
+        images.elsewhere.insert(name, directory);
+        if !self.is_unused(&images, &log.name) {
+            return false;
+        }
+        // What a process that died had not given its name.
+        let parts = [descriptor_name(&log.name), extent_name(&log.name)];
+        let parts = parts.map(|part| Path::new(&log.directory).join(format!("{part}.new")));
+        let are_gone = parts.iter().all(|part| super::images::remove(part));
+        are_gone && self.remove(&images, &log.name, None)
+    }
+}
