@@ -422,7 +422,10 @@ impl ByLogs<'_> {
         standing.settle()?;
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
         let top = self.images.top.clone();
-        if self.merge(&top, Some(until))?.is_none() {
+        let in_time = Instant::now() < until && self.merge(&top, Some(until))?.is_some();
+        // Whoever calls it off while the guest is held is heard, too.
+        self.must_go_on()?;
+        if !in_time {
             drop(standing);
             return Ok(self.not_yet(began.elapsed()));
         }
