@@ -499,11 +499,8 @@ impl Device {
                 let _ = answer.send(put.map_err(|_| self.busy()));
             }
             Command::TakeLowest(answer) => {
-                let taken = match self.stack.take_lowest() {
-                    true => Ok(()),
-                    false => Err(self.busy()),
-                };
-                let _ = answer.send(taken);
+                let taken = self.stack.take_lowest().then_some(());
+                let _ = answer.send(taken.ok_or_else(|| self.busy()));
             }
             Command::Switch(image, answer) => {
                 let _ = answer.send(self.switch(image));

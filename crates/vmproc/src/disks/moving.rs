@@ -83,9 +83,8 @@ impl Disks {
         spec: &MigrationSpec,
         cap_bytes_per_s: Option<f64>,
     ) -> Result<Option<SourceDisks>, ApiError> {
-        spec.method
-            .check_between_hosts()
-            .map_err(|why| ApiError::new(ErrorCode::InvalidRequest, why))?;
+        let may = spec.method.check_between_hosts();
+        may.map_err(|why| ApiError::new(ErrorCode::InvalidRequest, why))?;
         let what = self.0.what();
         let all = what.with_images().enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
@@ -125,8 +124,7 @@ impl Disks {
         for (index, (disk, image)) in along {
             let named = named(spec, disk)?;
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
-            let outlet = source.changes.of_disk(place, &course);
-            let mut outlet = outlet.map_err(internal)?;
+            let mut outlet = source.changes.of_disk(place, &course).map_err(internal)?;
             let top = leaving.take(&self.0, (place, disk), (image, named))?;
             if let Some(top) = &top {
                 outlet = Box::new(TopOnly::new(outlet, top.clone()));
