@@ -49,11 +49,18 @@ pub fn images(kind: &str) -> Result<Images> {
 
 /// Waits until a guest that boots gives the stage's client a root shell.
 pub fn reach(stage: &Stage, within: Duration) -> Result<Shell> {
+    reach_at(stage, ADDRESS, within)
+}
+
+/// The same of a guest that was told to be elsewhere.
+pub fn reach_at(stage: &Stage, guest: IpAddr, within: Duration) -> Result<Shell> {
     let client = stage.machine("client")?;
-    let connect = |limit| client.in_network(|| Shell::connect(ADDRESS, limit));
-    stage.until("the guest gives a shell", within, || {
-        Ok(connect(TRY)??.run("true", TRY).is_ok())
-    })?;
+    let connect = |limit| client.in_network(|| Shell::connect(guest, limit));
+    stage.until(
+        &format!("the guest at {guest} gives a shell"),
+        within,
+        || Ok(connect(TRY)??.run("true", TRY).is_ok()),
+    )?;
     Ok(connect(within)??)
 }
 
