@@ -183,7 +183,7 @@ pub enum VmCommand {
 pub enum VmSnapshotCommand {
     /// Take one, whether the guest runs or not
     ///
-    /// A guest that runs waits for a moment. If it has an agent (qemu-guest-agent) that writes its file systems out and has them stand still, then the snapshot has all that it was asked to keep. Else what it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut. Until all snapshots are deleted and merged the disks neither move nor grow.
+    /// A guest that runs waits for a moment. If it has an agent (qemu-guest-agent) that writes its file systems out and has them stand still, then the snapshot has all that it was asked to keep. Else what it has not written to its disks yet is not in the snapshot: to go back to it is like starting after a power cut. The disks move with all their snapshots, and do not grow until those are deleted and merged.
     #[command(
         after_help = "Examples:\n  godwit vm snapshot create web clean --text 'before the update'\n  godwit vm snapshot create web clean --quiesce"
     )]
