@@ -1,17 +1,21 @@
 //! Disks of VMs that are to start here, being made.
 //!
 //! Owns a thread for each VM whose disks are made just now, and how it ended until that was told. An agent that ends takes them along: what
-//! was begun is begun anew. Refuses: what [`godwit_qemu::make_disk`] refuses, in a sentence that names disk, VM and host.
+//! was begun is begun anew. The UEFI variables of a clone are what its own attempt has copied, and are the clone's before its disks have their names. Refuses: what [`godwit_qemu::make_disk`] refuses, in a sentence that names disk, VM and host.
 
 use crate::agent::{Agent, Reply};
 use godwit_qemu::make_disk::{Maker, Progress};
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::user::User;
+use godwit_store::{StoreError, load_json, remove_document, save_json};
+use godwit_types::clones::{
+    CLONED_VARIABLES_FILE, ClonedVariables, cloned_variables_file, is_of_attempt,
+};
 use godwit_types::control_api::{DiskMaking, DisksMaking};
 use godwit_types::datastore::Datastores;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -102,6 +106,8 @@ struct Setting {
     reserved: Reserved,
     /// Directories of its datastores.
     stores: Vec<PathBuf>,
+    /// Where the VM's records are.
+    state: PathBuf,
 }
 
 impl Makings {
@@ -176,6 +182,12 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
         reserved: &setting.reserved,
         stores: &setting.stores,
     };
+    adopt_variables(&setting.state, &job.spec).map_err(|error| {
+        let message = format!(
+            "the UEFI variables that were copied for VM '{vm}' cannot be kept on host '{host}': {error}"
+        );
+        ApiError::new(ErrorCode::Internal, message).on_host(host)
+    })?;
     for disk in job.spec.disks_to_make() {
         let progress = Arc::<Progress>::default();
         job.set(Now::Makes(disk.name.clone(), Arc::clone(&progress)));
@@ -193,6 +205,33 @@ fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
         tracing::info!(%vm, disk = disk.name, path = disk.path, "a disk is made");
     }
     Ok(())
+}
+
+/// Has what the attempt copied that is described be the clone's, and removes what others left: nobody else is to have this name. It may have been
+/// allotted another user id since.
+fn adopt_variables(state: &Path, spec: &VmSpec) -> Result<(), StoreError> {
+    let Some(number) = spec.attempt() else {
+        return Ok(());
+    };
+    let own = state.join(cloned_variables_file(Some(number)));
+    if let Some(kept) = load_json::<ClonedVariables>(&own)? {
+        let kept = ClonedVariables {
+            uid: spec.uid,
+            ..kept
+        };
+        save_json(&state.join(CLONED_VARIABLES_FILE), &kept)?;
+    }
+    for left in attempted_variables(state) {
+        remove_document(&left)?;
+    }
+    Ok(())
+}
+
+/// What attempts to make a clone have left in the directory of a VM's records.
+pub(crate) fn attempted_variables(state: &Path) -> Vec<PathBuf> {
+    let all = std::fs::read_dir(state).into_iter().flatten().flatten();
+    let left = all.filter(|entry| entry.file_name().to_str().is_some_and(is_of_attempt));
+    left.map(|entry| entry.path()).collect()
 }
 
 fn directories(stores: &Datastores) -> Vec<PathBuf> {
@@ -217,6 +256,7 @@ impl Agent {
             },
             reserved: self.config.reserved(),
             stores: directories(&self.config.datastores),
+            state: self.records.dir(name),
         };
         self.makings.end_former(&spec).await;
         let job = self.makings.go_on(&spec, setting)?;
@@ -237,7 +277,38 @@ impl Agent {
 mod tests {
     use super::*;
     use crate::test_support::spec;
-    use godwit_types::vm::DiskSpec;
+    use godwit_types::vm::{DiskSpec, clone_part_of};
+
+    /// Others may have been copied under the same name, of another VM.
+    #[test]
+    fn a_clone_has_the_variables_of_the_attempt_that_is_described_and_those_of_others_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |number: &str| dir.path().join(cloned_variables_file(Some(number)));
+        let (own, other) = ("1".repeat(32), "2".repeat(32));
+        for (number, bytes) in [(&own, b"own"), (&other, b"db?")] {
+            let kept = ClonedVariables {
+                uid: Some(1),
+                bytes: bytes.to_vec(),
+            };
+            save_json(&file(number), &kept).unwrap();
+        }
+        let mut clone = spec("web2");
+        clone.uid = Some(2);
+        clone.disks.push(DiskSpec {
+            from: Some(clone_part_of("/srv/web2-root.raw", &own)),
+            ..DiskSpec::new("root", "/srv/web2-root.raw")
+        });
+        for _ in 0..2 {
+            adopt_variables(dir.path(), &clone).unwrap();
+            let kept = load_json(&dir.path().join(CLONED_VARIABLES_FILE)).unwrap();
+            let wanted = ClonedVariables {
+                uid: Some(2),
+                bytes: b"own".to_vec(),
+            };
+            assert_eq!(kept, Some(wanted));
+            assert!(attempted_variables(dir.path()).is_empty());
+        }
+    }
 
     #[tokio::test]
     async fn disks_that_are_made_of_a_vm_as_it_was_described_before_are_ended() {

@@ -28,7 +28,7 @@ mod move_disks;
 mod snapshots;
 mod start;
 
-pub use cloned::{cancel_clone, clone_vm, cloning};
+pub use cloned::{Clones, cancel_clone, clone_vm, cloning};
 pub use disk_orders::{limit_disk, resize_disk};
 pub use disks::{Makings, disks};
 pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};

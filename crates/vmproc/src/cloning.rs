@@ -6,6 +6,7 @@
 
 use crate::disk_orders::{DiskOrder, Work};
 use crate::disks::{AtRest, CloneJob};
+use crate::files::Paths;
 use crate::hypervisor::internal;
 use crate::requests::Reply;
 use crate::vm::Vm;
@@ -81,7 +82,7 @@ impl Vm {
                         drop(disks);
                         job.copy((&config, &paths), &sources)
                     });
-                    Ok(ended(&job, &config, copied))
+                    Ok(ended(&job, (&config, &paths), copied))
                 })
             }
             None => {
@@ -94,7 +95,7 @@ impl Vm {
                 let job = Arc::clone(&job);
                 Box::new(move || {
                     let copied = at_rest.clone_disks(&job);
-                    Ok(ended(&job, &at_rest.config, copied))
+                    Ok(ended(&job, (&at_rest.config, &at_rest.paths), copied))
                 })
             }
         };
@@ -118,7 +119,11 @@ impl Vm {
 }
 
 /// Until what was copied is taken, or removed.
-fn ended(job: &CloneJob, config: &VmProcessConfig, copied: Result<(), ApiError>) -> VmAnswer {
-    job.end(config, copied);
+fn ended(
+    job: &CloneJob,
+    context: (&VmProcessConfig, &Paths),
+    copied: Result<(), ApiError>,
+) -> VmAnswer {
+    job.end(context, copied);
     VmAnswer::Done(String::new())
 }

@@ -235,9 +235,9 @@ impl Place {
         let fresh = self.begin(path)?;
         let failed = |why: String| format!("{} cannot be made: {why}", path.display());
         let made = fill(&fresh, bytes, (number, mark)).map_err(failed);
-        let made = made.and_then(|()| self.name(path));
+        let made = made.and_then(|()| self.name(path, &fresh));
         if made.is_err() {
-            self.discard();
+            self.discard(&fresh);
         }
         made
     }

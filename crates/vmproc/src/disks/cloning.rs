@@ -1,7 +1,7 @@
 //! Disks that are copied for another VM, a clone of this one: as they are while nobody works with them, or as they were at a snapshot.
 //!
-//! What is copied lies beside the clone's places as parts ([`godwit_qemu::make_disk`]), and is nobody's disk before the clone is described. So
-//! a process that dies leaves parts alone, which the next attempt removes. Once all are there they wait for who asked for them, for
+//! What is copied lies beside the clone's places as parts ([`godwit_qemu::make_disk`]), under names that this attempt alone has, and is nobody's disk before
+//! the clone is described. So a process that dies leaves parts alone, which later attempts remove. Once all are there they wait for who asked for them, for
 //! [`UNTAKEN_MAX`]; what nobody takes is removed. Until then the order goes on, so that no disk changes that is copied, and no
 //! older copy is taken for the newest.
 //!
@@ -19,10 +19,10 @@ use crate::hypervisor::{common_user, reserved};
 use crate::variables::read_whole;
 use godwit_blockio::Chain;
 use godwit_blockio::delta::Delta;
-use godwit_qemu::make_disk::{Maker, Progress};
+use godwit_qemu::make_disk::{Maker, Part, Progress};
 use godwit_qemu::reserved::Reserved;
-use godwit_store::{make_directory, save_json};
-use godwit_types::clones::{CLONED_VARIABLES_FILE, CloneDisks, ClonedVariables, Cloning};
+use godwit_store::{make_directory, remove_document, save_json};
+use godwit_types::clones::{CloneDisks, ClonedVariables, Cloning, cloned_variables_file};
 use godwit_types::control_api::DiskMaking;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -31,6 +31,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,6 +49,8 @@ pub(crate) struct CloneJob {
     changed: Condvar,
     /// Nobody wants it any more.
     is_unwanted: AtomicBool,
+    /// What is copied, until who asked for it has it, or it is removed.
+    parts: Mutex<Vec<Part>>,
 }
 
 #[derive(Debug)]
@@ -97,6 +100,7 @@ impl CloneJob {
             now: Mutex::new(Now::Copies(String::new(), Arc::default())),
             changed: Condvar::new(),
             is_unwanted: AtomicBool::new(false),
+            parts: Mutex::default(),
         }
     }
 
@@ -199,7 +203,9 @@ impl CloneJob {
                 used: source.used,
             };
             let copied = maker.copy(disk, chain, &progress);
-            copied.map_err(|why| self.refused(config, &format!("disk '{}': {why}", disk.name)))?;
+            let part = copied
+                .map_err(|why| self.refused(config, &format!("disk '{}': {why}", disk.name)))?;
+            lock(&self.parts).push(part);
             reached("clone.copied");
         }
         let kept = keep_variables(paths, &self.wish.spec);
@@ -214,8 +220,14 @@ impl CloneJob {
     }
 
     /// Waits for who asked for what is copied; what nobody wants is removed.
-    pub(crate) fn end(&self, config: &VmProcessConfig, copied: Result<(), ApiError>) {
-        let Err(error) = copied.and_then(|()| self.wait_to_be_taken(config)) else {
+    pub(crate) fn end(
+        &self,
+        (config, paths): (&VmProcessConfig, &Paths),
+        copied: Result<(), ApiError>,
+    ) {
+        let taken = copied.and_then(|()| self.wait_to_be_taken(config));
+        let parts = std::mem::take(&mut *lock(&self.parts));
+        let Err(error) = taken else {
             return;
         };
         let reserved = reserved(config);
@@ -223,11 +235,14 @@ impl CloneJob {
         for disk in self.wish.spec.disks.iter().filter(|disk| disk.is_cloned()) {
             maker.remove_part(disk);
         }
+        drop(parts);
+        forget_variables(paths, &self.wish.spec);
         tracing::info!(%error, "a clone is not made");
         self.set(Now::Failed(Instant::now(), error));
     }
 
     fn wait_to_be_taken(&self, config: &VmProcessConfig) -> Result<(), ApiError> {
+        lock(&self.parts).iter().for_each(Part::is_waited_for);
         self.set(Now::Whole);
         let now = lock(&self.now);
         let waits = |now: &mut Now| matches!(now, Now::Whole) && !self.is_unwanted();
@@ -273,10 +288,25 @@ fn keep_variables(paths: &Paths, clone: &VmSpec) -> io::Result<()> {
         uid: clone.uid,
         bytes: read_whole(&variables)?,
     };
-    let own = paths.state.with_file_name(clone.name.as_str());
-    let made = make_directory(&own, 0o700);
-    let kept = made.and_then(|()| save_json(&own.join(CLONED_VARIABLES_FILE), &kept));
+    let at = variables_of(paths, clone);
+    let made = make_directory(at.parent().unwrap_or(&at), 0o700);
+    let kept = made.and_then(|()| save_json(&at, &kept));
     kept.map_err(io::Error::other)
+}
+
+/// Where this attempt puts them: its host's agent has them be the clone's once it names its disks.
+fn variables_of(paths: &Paths, clone: &VmSpec) -> PathBuf {
+    let own = paths.state.with_file_name(clone.name.as_str());
+    own.join(cloned_variables_file(clone.attempt()))
+}
+
+/// Of a clone that has no disks of its own another attempt may have written the same file: whoever starts it looks for whom it is.
+fn forget_variables(paths: &Paths, clone: &VmSpec) {
+    let at = variables_of(paths, clone);
+    let is_own = clone.attempt().is_some() && at.symlink_metadata().is_ok();
+    if let Err(error) = is_own.then(|| remove_document(&at)).transpose() {
+        tracing::warn!(%error, "the UEFI variables of a clone that is not made stay");
+    }
 }
 
 impl All<'_> {
@@ -421,6 +451,7 @@ impl Disks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_store::load_json;
     use godwit_types::VmName;
 
     fn wish(name: &str) -> CloneDisks {
@@ -430,16 +461,16 @@ mod tests {
         }
     }
 
-    fn config() -> VmProcessConfig {
-        crate::testing::Site::new().config.clone()
+    fn site() -> crate::testing::Site {
+        crate::testing::Site::new()
     }
 
     #[test]
     fn what_is_copied_is_told_once_to_who_asked_for_it() {
         let job = Arc::new(CloneJob::new(wish("web2")));
         assert!(job.is_under_way() && job.is_for(&wish("web2")) && !job.is_for(&wish("web3")));
-        let (ends, config) = (Arc::clone(&job), config());
-        let end = std::thread::spawn(move || ends.end(&config, Ok(())));
+        let (ends, site) = (Arc::clone(&job), site());
+        let end = std::thread::spawn(move || ends.end((&site.config, &site.paths), Ok(())));
         let whole = loop {
             let told = job.ask().unwrap().unwrap();
             if let Some(whole) = told.whole {
@@ -457,9 +488,34 @@ mod tests {
     fn what_is_called_off_is_not_told_as_whole() {
         let job = Arc::new(CloneJob::new(wish("web2")));
         job.stop();
-        job.end(&config(), Ok(()));
+        let site = site();
+        job.end((&site.config, &site.paths), Ok(()));
         let error = job.ask().unwrap_err();
         assert!(error.message.contains("called off"), "{error}");
         assert!(!job.is_under_way());
+    }
+
+    #[test]
+    fn the_uefi_variables_of_two_attempts_are_two_files_and_go_with_their_own() {
+        let site = site();
+        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nhardware = 3\nfirmware = \"uefi\"\n[[disk]]\nname = \"root\"\npath = \"/srv/web-root.raw\"\n";
+        let web = VmSpec::from_toml(text).unwrap();
+        let clone = |digit: &str| {
+            let new = VmName::new("web2").unwrap();
+            web.cloned_as(&new, &digit.repeat(32)).unwrap()
+        };
+        std::fs::write(site.paths.variables(), "first").unwrap();
+        keep_variables(&site.paths, &clone("1")).unwrap();
+        std::fs::write(site.paths.variables(), "other").unwrap();
+        keep_variables(&site.paths, &clone("2")).unwrap();
+        let kept = |digit: &str| {
+            let at = variables_of(&site.paths, &clone(digit));
+            let kept: Option<ClonedVariables> = load_json(&at).unwrap();
+            kept.map(|kept| kept.bytes)
+        };
+        assert_eq!(kept("1").as_deref(), Some(&b"first"[..]));
+        forget_variables(&site.paths, &clone("1"));
+        assert_eq!(kept("1"), None);
+        assert_eq!(kept("2").as_deref(), Some(&b"other"[..]));
     }
 }
