@@ -169,6 +169,29 @@ fn an_image_that_disks_are_linked_to_is_neither_written_nor_exchanged() -> Resul
 }
 
 #[test]
+fn a_linked_disk_that_was_copied_by_hand_under_another_name_is_nobodys() -> Result<()> {
+    let stack = with_base("linkedcopy")?;
+    begin(&stack, "one")?;
+    stop(&stack, "one")?;
+    for end in ["", ".images"] {
+        let at = |vm: &str| format!("{STORE}/{vm}.raw{end}");
+        let mut command = stack.machine("a")?.command("cp");
+        let copied = command.args(["-a", &at("one"), &at("two")]).status()?;
+        ensure!(copied.success());
+    }
+    let disk = format!("[[disk]]\nname = \"root\"\npath = \"{STORE}/two.raw\"\n");
+    let file = describe(&stack, "two", &disk)?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    let start = ["vm", "start", "two", "--on", "a"];
+    is_refused(&stack, &start, "is called after another image")?;
+    stack.ok("controller", &["vm", "delete", "two"])?;
+    stack.ok("controller", &["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stack.remove("one")?;
+    base_is_unchanged(&stack)
+}
+
+#[test]
 fn a_linked_disk_has_snapshots_and_stays_linked_when_they_are_deleted() -> Result<()> {
     let stack = with_base("linkedsnap")?;
     let ok = |words: &[&str]| stack.ok("controller", words);
