@@ -10,6 +10,7 @@ use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::snapshots::{Quiesce, SnapshotRequest, TakeSnapshot};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{SnapshotName, VmName};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -56,6 +57,7 @@ fn wish(site: &Site, snapshot: Option<&str>) -> Result<VmRequest> {
     Ok(VmRequest::CloneDisks(Box::new(CloneDisks {
         spec: spec.cloned_as(&VmName::new("web2")?, NUMBER)?,
         snapshot,
+        disks: BTreeMap::from([("root".to_owned(), site.path.to_string_lossy().into_owned())]),
     })))
 }
 

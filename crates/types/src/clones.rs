@@ -8,6 +8,7 @@ use crate::text::read_sentence;
 use crate::vm::VmSpec;
 use crate::{ApiError, ErrorCode};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
 /// Makes a VM that is as another one, with disks of its own, on the same host. To ask again goes on with what is under way.
@@ -127,6 +128,9 @@ pub struct CloneDisks {
     pub spec: VmSpec,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<SnapshotName>,
+    /// The images of the VM that is copied, by the names of its disks, as it is described to who asks: its host may have others until its next start.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub disks: BTreeMap<String, String>,
 }
 
 /// How far that is.

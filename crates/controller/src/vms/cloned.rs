@@ -139,6 +139,7 @@ pub async fn clone_vm(app: &App, name: &VmName, wish: &CloneVm) -> Outcome<Clone
     let asked = CloneDisks {
         spec: wanted.spec.clone(),
         snapshot: wish.snapshot.clone(),
+        disks: images_of(&source.spec),
     };
     app.clones.begin(&making);
     let told = making.agent.clone_disks(name, &asked).await;
@@ -156,6 +157,13 @@ pub async fn clone_vm(app: &App, name: &VmName, wish: &CloneVm) -> Outcome<Clone
     let entry = as_copied(wanted, &copied)?;
     let entry = enter(app, entry).await?;
     finish(app, &making, entry).await
+}
+
+/// Where its disks are that are copied, as it is described.
+fn images_of(spec: &VmSpec) -> BTreeMap<String, String> {
+    let disks = spec.disks.iter().filter(|disk| !disk.read_only);
+    let images = disks.map(|disk| (disk.name.clone(), disk.path.clone()));
+    images.collect()
 }
 
 fn new_attempt(making: &Making<'_>) -> Outcome<String> {

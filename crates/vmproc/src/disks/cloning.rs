@@ -311,7 +311,9 @@ fn forget_variables(paths: &Paths, clone: &VmSpec) {
 
 impl All<'_> {
     /// Each with the disk of the clone that is to be a copy of it.
-    fn pairs(&self, clone: &VmSpec) -> Result<Vec<(&DiskSpec, DiskSpec)>, ApiError> {
+    fn pairs(&self, wish: &CloneDisks) -> Result<Vec<(&DiskSpec, DiskSpec)>, ApiError> {
+        let clone = &wish.spec;
+        self.must_be_described_so(wish)?;
         let wanted = |name: &str| {
             let mut disks = clone.disks.iter();
             disks.find(|disk| disk.name == name && disk.is_cloned())
@@ -327,9 +329,25 @@ impl All<'_> {
         })
     }
 
+    /// Who asks may know of other images, as after an edit that counts from the next start: these would be a copy of what he does not mean.
+    fn must_be_described_so(&self, wish: &CloneDisks) -> Result<(), ApiError> {
+        let mut specs = self.specs.iter();
+        let other = specs.find_map(|spec| {
+            let path = wish.disks.get(&spec.name)?;
+            (*path != spec.path).then_some((spec, path))
+        });
+        match other {
+            None => Ok(()),
+            Some((spec, path)) => Err(self.not_so(&format!(
+                "disk '{}' is {} there, and {path} by the VM's description, which counts from its next start: start it once, or describe the disk as it is, then clone it",
+                spec.name, spec.path
+            ))),
+        }
+    }
+
     /// As they are. Nobody else may have them open.
-    fn as_they_are(&self, clone: &VmSpec) -> Result<Vec<Source>, ApiError> {
-        let pairs = self.pairs(clone)?.into_iter().map(|(spec, disk)| {
+    fn as_they_are(&self, wish: &CloneDisks) -> Result<Vec<Source>, ApiError> {
+        let pairs = self.pairs(wish)?.into_iter().map(|(spec, disk)| {
             let place = self.place(spec);
             let source = as_it_is(&place, disk);
             source.map_err(|why| self.refused(spec, &why))
@@ -340,12 +358,12 @@ impl All<'_> {
     /// As they were at a snapshot. `at_rest`: nobody has them open.
     fn as_they_were(
         &self,
-        clone: &VmSpec,
+        wish: &CloneDisks,
         name: &SnapshotName,
         at_rest: bool,
     ) -> Result<Vec<Source>, ApiError> {
         self.must_all_have(name)?;
-        let pairs = self.pairs(clone)?.into_iter().map(|(spec, disk)| {
+        let pairs = self.pairs(wish)?.into_iter().map(|(spec, disk)| {
             let place = self.place(spec);
             let source = as_it_was(&place, disk, (name, at_rest));
             source.map_err(|why| self.refused(spec, &why))
@@ -415,15 +433,15 @@ impl AtRest {
     /// Copies the VM's disks, which nobody else has meanwhile unless they are those of a snapshot.
     pub(crate) fn clone_disks(&self, job: &CloneJob) -> Result<(), ApiError> {
         let all = self.all();
-        let (clone, context) = (&job.wish.spec, (&self.config, &self.paths));
+        let (wish, context) = (&job.wish, (&self.config, &self.paths));
         let locked = self.lock_all(&all.specs)?;
-        if let Some(name) = &job.wish.snapshot {
-            let sources = all.as_they_were(clone, name, true)?;
+        if let Some(name) = &wish.snapshot {
+            let sources = all.as_they_were(wish, name, true)?;
             // Its images are frozen: the guest may start.
             drop(locked);
             return job.copy(context, &sources);
         }
-        let sources = all.as_they_are(clone)?;
+        let sources = all.as_they_are(wish)?;
         let copied = job.copy(context, &sources);
         for delta in sources.into_iter().flat_map(|source| source.deltas) {
             if let Err(error) = delta.close() {
@@ -442,7 +460,7 @@ impl Disks {
         let _one = lock(&served.descriptions);
         let all = served.all();
         match &wish.snapshot {
-            Some(name) => all.as_they_were(&wish.spec, name, false),
+            Some(name) => all.as_they_were(wish, name, false),
             None => Err(all.not_so("its guest works with its disks")),
         }
     }
@@ -451,13 +469,16 @@ impl Disks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_qemu::user::User;
     use godwit_store::load_json;
     use godwit_types::VmName;
+    use std::collections::BTreeMap;
 
     fn wish(name: &str) -> CloneDisks {
         CloneDisks {
             spec: VmSpec::placeholder(&VmName::new(name).unwrap()),
             snapshot: None,
+            disks: BTreeMap::new(),
         }
     }
 
@@ -493,6 +514,31 @@ mod tests {
         let error = job.ask().unwrap_err();
         assert!(error.message.contains("called off"), "{error}");
         assert!(!job.is_under_way());
+    }
+
+    /// It was edited, which counts from the next start.
+    #[test]
+    fn other_images_than_those_of_the_description_are_not_copied() {
+        let site = site();
+        let all = All {
+            config: &site.config,
+            paths: &site.paths,
+            owner: User { uid: 0, gid: 0 },
+            specs: vec![DiskSpec::new("root", "/srv/old.raw")],
+            images: BTreeMap::new(),
+        };
+        let described = |path: &str| CloneDisks {
+            disks: BTreeMap::from([("root".to_owned(), path.to_owned())]),
+            ..wish("web2")
+        };
+        let refused = all.must_be_described_so(&described("/srv/new.raw"));
+        let told = refused.unwrap_err().message;
+        assert!(told.contains("'root' is /srv/old.raw there"), "{told}");
+        assert!(told.contains("start it once"), "{told}");
+        for same in [described("/srv/old.raw"), wish("web2")] {
+            assert!(all.must_be_described_so(&same).is_ok());
+        }
+        assert!(all.pairs(&described("/srv/new.raw")).is_err());
     }
 
     #[test]
