@@ -80,7 +80,8 @@ impl Vm {
                     let copied = disks.sources_of(job.wish()).and_then(|sources| {
                         // They may end meanwhile.
                         drop(disks);
-                        job.copy((&config, &paths), &sources)
+                        // A guest that runs has its variables.
+                        job.copy((&config, &paths), None, &sources)
                     });
                     Ok(ended(&job, (&config, &paths), copied))
                 })

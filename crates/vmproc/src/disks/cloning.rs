@@ -16,7 +16,7 @@ use crate::adoption::lock;
 use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
-use crate::variables::read_whole;
+use crate::variables::{cloned_for, read_whole};
 use godwit_blockio::Chain;
 use godwit_blockio::delta::Delta;
 use godwit_qemu::make_disk::{Maker, Part, Progress};
@@ -181,10 +181,11 @@ impl CloneJob {
         }
     }
 
-    /// Copies all of them.
+    /// Copies all of them. `uid`: of the VM that is copied.
     pub(crate) fn copy(
         &self,
         (config, paths): (&VmProcessConfig, &Paths),
+        uid: Option<u32>,
         sources: &[Source],
     ) -> Result<(), ApiError> {
         let reserved = reserved(config);
@@ -208,7 +209,7 @@ impl CloneJob {
             lock(&self.parts).push(part);
             reached("clone.copied");
         }
-        let kept = keep_variables(paths, &self.wish.spec);
+        let kept = keep_variables(paths, uid, &self.wish.spec);
         kept.map_err(|error| {
             self.refused(
                 config,
@@ -277,16 +278,23 @@ fn shown(now: &Now) -> Cloning {
     }
 }
 
-/// Those of a clone, until it starts. They are no part of any snapshot.
-fn keep_variables(paths: &Paths, clone: &VmSpec) -> io::Result<()> {
-    let variables = match File::open(paths.variables()) {
-        _ if !clone.has_variables() => return Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        opened => opened?,
+/// Those of a clone, until it starts. They are no part of any snapshot. A VM of this user id that never started has none, unless it is a clone itself.
+fn keep_variables(paths: &Paths, uid: Option<u32>, clone: &VmSpec) -> io::Result<()> {
+    if !clone.has_variables() {
+        return Ok(());
+    }
+    let bytes = match File::open(paths.variables()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            cloned_for(paths, uid).map_err(io::Error::other)?
+        }
+        opened => Some(read_whole(&opened?)?),
+    };
+    let Some(bytes) = bytes else {
+        return Ok(());
     };
     let kept = ClonedVariables {
         uid: clone.uid,
-        bytes: read_whole(&variables)?,
+        bytes,
     };
     let at = variables_of(paths, clone);
     let made = make_directory(at.parent().unwrap_or(&at), 0o700);
@@ -439,10 +447,10 @@ impl AtRest {
             let sources = all.as_they_were(wish, name, true)?;
             // Its images are frozen: the guest may start.
             drop(locked);
-            return job.copy(context, &sources);
+            return job.copy(context, self.spec.uid, &sources);
         }
         let sources = all.as_they_are(wish)?;
-        let copied = job.copy(context, &sources);
+        let copied = job.copy(context, self.spec.uid, &sources);
         for delta in sources.into_iter().flat_map(|source| source.deltas) {
             if let Err(error) = delta.close() {
                 tracing::warn!(%error, "an image stays open that was only read");
@@ -551,9 +559,9 @@ mod tests {
             web.cloned_as(&new, &digit.repeat(32)).unwrap()
         };
         std::fs::write(site.paths.variables(), "first").unwrap();
-        keep_variables(&site.paths, &clone("1")).unwrap();
+        keep_variables(&site.paths, None, &clone("1")).unwrap();
         std::fs::write(site.paths.variables(), "other").unwrap();
-        keep_variables(&site.paths, &clone("2")).unwrap();
+        keep_variables(&site.paths, None, &clone("2")).unwrap();
         let kept = |digit: &str| {
             let at = variables_of(&site.paths, &clone(digit));
             let kept: Option<ClonedVariables> = load_json(&at).unwrap();
@@ -563,5 +571,16 @@ mod tests {
         forget_variables(&site.paths, &clone("1"));
         assert_eq!(kept("1"), None);
         assert_eq!(kept("2").as_deref(), Some(&b"other"[..]));
+        // A clone that never started has what it is to begin with, and nothing of another VM of its name.
+        std::fs::remove_file(site.paths.variables()).unwrap();
+        let own = ClonedVariables {
+            uid: Some(7),
+            bytes: b"third".to_vec(),
+        };
+        save_json(&site.paths.cloned_variables(), &own).unwrap();
+        keep_variables(&site.paths, Some(8), &clone("3")).unwrap();
+        assert_eq!(kept("3"), None);
+        keep_variables(&site.paths, Some(7), &clone("3")).unwrap();
+        assert_eq!(kept("3").as_deref(), Some(&b"third"[..]));
     }
 }
