@@ -168,6 +168,42 @@ fn an_image_that_disks_are_linked_to_is_neither_written_nor_exchanged() -> Resul
     base_is_unchanged(&stack)
 }
 
+/// Off, and of a snapshot while its guest works and starts anew.
+#[test]
+fn a_vm_with_a_linked_disk_is_cloned_and_the_clone_is_one_image() -> Result<()> {
+    let stack = with_base("linkedclone")?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    begin(&stack, "one")?;
+    let round = stop(&stack, "one")?;
+    ok(&["vm", "clone", "one", "two"])?;
+    let of = |vm: &str| stack.inside("a", format!("{STORE}/{vm}-root.raw"));
+    let missing = boot_disk::missing(&File::open(of("two")?)?, round)?;
+    ensure!(missing.is_none(), "of round {round}: {missing:?}");
+    ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "snapshot", "create", "one", "clean"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "clone", "one", "three", "--snapshot", "clean"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stop(&stack, "one")?;
+    ok(&["vm", "clone", "one", "four", "--snapshot", "clean"])?;
+    for vm in ["two", "three", "four"] {
+        // What no guest has written came along, and nothing belongs to it.
+        let (image, of_base) = (std::fs::read(of(vm)?)?, base()?);
+        ensure!(image.get(64 << 10..) == of_base.get(64 << 10..), "{vm}");
+        let described = of(vm)?.with_extension("raw.images");
+        ensure!(!described.exists(), "{vm} is described");
+        ok(&["vm", "start", vm])?;
+        goes_on_at(&stack, vm, "a")?;
+    }
+    ok(&["vm", "start", "one"])?;
+    for vm in ["one", "two", "three", "four"] {
+        goes_on_at(&stack, vm, "a")?;
+        stack.remove(vm)?;
+    }
+    base_is_unchanged(&stack)
+}
+
 #[test]
 fn a_linked_disk_that_was_copied_by_hand_under_another_name_is_nobodys() -> Result<()> {
     let stack = with_base("linkedcopy")?;
