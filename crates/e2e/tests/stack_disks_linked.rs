@@ -5,6 +5,7 @@ use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
 use godwit_e2e::stack::{Plan, SOON, Stack};
 use godwit_testkit::guest::boot_disk;
 use std::fs::File;
+use std::time::{Duration, SystemTime};
 
 const STORE: &str = "/var/tmp/fast";
 const SLOW: &str = "/var/tmp/slow";
@@ -20,7 +21,11 @@ fn with_base(name: &str) -> Result<Stack> {
     let stack = Stack::new(name, &plan)?;
     stack.make_directory("a", STORE)?;
     stack.make_directory("a", SLOW)?;
-    std::fs::write(stack.inside("a", BASE)?, base()?)?;
+    let path = stack.inside("a", BASE)?;
+    std::fs::write(&path, base()?)?;
+    // One that was written just now may still be.
+    let image = File::options().write(true).open(&path)?;
+    image.set_modified(SystemTime::now() - Duration::from_secs(60))?;
     allow(&stack, "644")?;
     Ok(stack)
 }

@@ -75,6 +75,9 @@ impl Maker<'_> {
         // Who has it alone is told with the rights of this process.
         let from = disk.from.as_deref();
         let has_it = from.and_then(|from| whose_at(Path::new(from)));
+        if disk.linked {
+            self.as_common(|| self.must_have_place(disk))?;
+        }
         let parent = disk.linked.then(|| Parent::prepare(disk, self));
         let parent = parent.transpose()?;
         self.as_common(|| match &parent {
