@@ -253,6 +253,24 @@ mod tests {
         assert_eq!(moves.not_called_after("root.raw"), None);
     }
 
+    /// What another maker left has the first names.
+    #[test]
+    fn a_linked_disk_gives_no_name_that_is_taken_before_its_own() {
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        for (name, next) in [("root.raw.d1", 2), ("root.raw.d5", 6), ("root.raw.old", 2)] {
+            let fresh = Fresh {
+                name: name.to_owned(),
+                id: "1".repeat(32),
+                elsewhere: None,
+            };
+            let linked = Images::linked(common, 1 << 30, &"5".repeat(32), &fresh);
+            assert_eq!(linked.unwrap().next, next, "{name}");
+        }
+    }
+
     #[test]
     fn what_is_written_is_read_again_and_nothing_else_is_taken() {
         let text = serde_json::to_string(&images()).unwrap();

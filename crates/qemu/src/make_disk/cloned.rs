@@ -58,6 +58,7 @@ impl Maker<'_> {
                     finish(&fresh, &mark)
                         .map_err(|error| format!("{} cannot be made: {error}", path.display()))
                 })
+                .and_then(|()| must_bear(&fresh, path, &mark))
                 .and_then(|()| place.keep_part((path, part), &fresh));
             if made.is_err() {
                 place.discard(&fresh);
@@ -231,6 +232,17 @@ fn is_as_old_as(file: &File, age: Duration) -> bool {
     written.is_ok_and(|written| written.elapsed().is_ok_and(|elapsed| elapsed >= age))
 }
 
+/// Nobody could have it be the image otherwise.
+fn must_bear(part: &File, path: &Path, mark: &str) -> Result<(), String> {
+    match bears(part, mark) {
+        true => Ok(()),
+        false => Err(format!(
+            "{} cannot be made: its file cannot bear the attribute by which it is known whose disk it is: give that directory a shorter path, or use other storage",
+            path.display()
+        )),
+    }
+}
+
 /// Whether a part was copied for this disk; one on storage that keeps no attributes was, by its name.
 fn bears(part: &File, mark: &str) -> bool {
     match borne_by(part) {
@@ -380,6 +392,16 @@ mod tests {
         assert!(here.names().is_empty(), "{:?}", here.names());
         let refused = here.make().unwrap_err();
         assert!(refused.contains("is not on this host"), "{refused}");
+    }
+
+    #[test]
+    fn what_does_not_bear_whose_disk_it_is_is_no_part() {
+        let part = tempfile::tempfile_in("/var/tmp").unwrap();
+        let path = Path::new("/srv/web2-root.raw");
+        let refused = must_bear(&part, path, "web2/root/0/part").unwrap_err();
+        assert!(refused.contains("cannot bear the attribute"), "{refused}");
+        finish(&part, "web2/root/0/part").unwrap();
+        must_bear(&part, path, "web2/root/0/part").unwrap();
     }
 
     /// Two VMs are cloned under one name at once.
