@@ -3,7 +3,7 @@
 //! Owns a thread for each VM whose disks are made just now, and how it ended until that was told. An agent that ends takes them along: what
 //! was begun is begun anew. The UEFI variables of a clone are what its own attempt has copied, and are the clone's before its disks have their names. Refuses: what [`godwit_qemu::make_disk`] refuses, in a sentence that names disk, VM and host.
 
-use crate::agent::{Agent, Reply};
+use crate::agent::{Agent, Reply, blocking, done};
 use godwit_qemu::make_disk::{Maker, Progress};
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::user::User;
@@ -11,7 +11,7 @@ use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::clones::{
     CLONED_VARIABLES_FILE, ClonedVariables, cloned_variables_file, is_of_attempt,
 };
-use godwit_types::control_api::{DiskMaking, DisksMaking};
+use godwit_types::control_api::{DiskMaking, DisksMaking, Done};
 use godwit_types::datastore::Datastores;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
@@ -234,6 +234,39 @@ pub(crate) fn attempted_variables(state: &Path) -> Vec<PathBuf> {
     left.map(|entry| entry.path()).collect()
 }
 
+/// `is_absent`: this host has no VM of that name, whose variables these could be.
+fn forget_parts(setting: &Setting, spec: &VmSpec, is_absent: bool) -> Reply<()> {
+    let maker = Maker {
+        vm: &spec.name,
+        user: setting.user,
+        reserved: &setting.reserved,
+        stores: &setting.stores,
+    };
+    for disk in spec.disks_to_make().filter(|disk| disk.is_cloned()) {
+        maker.remove_part(disk);
+    }
+    let number = spec.attempt();
+    let own = number.map(|number| cloned_variables_file(Some(number)));
+    let adopted = is_absent.then(|| CLONED_VARIABLES_FILE.to_owned());
+    for name in own.into_iter().chain(adopted) {
+        let at = setting.state.join(name);
+        if at.symlink_metadata().is_ok() {
+            remove_document(&at)
+                .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        }
+    }
+    Ok(())
+}
+
+fn must_be(name: &VmName, spec: &VmSpec) -> Reply<()> {
+    let wrong = |what: String| ApiError::new(ErrorCode::InvalidVm, what);
+    spec.check().map_err(|error| wrong(error.to_string()))?;
+    match spec.name == *name {
+        true => Ok(()),
+        false => Err(wrong(format!("VM '{}' is not VM '{name}'", spec.name))),
+    }
+}
+
 fn directories(stores: &Datastores) -> Vec<PathBuf> {
     let dirs = stores.values().filter(|store| !store.is_device());
     dirs.map(|store| PathBuf::from(&store.path)).collect()
@@ -242,13 +275,35 @@ fn directories(stores: &Datastores) -> Vec<PathBuf> {
 impl Agent {
     /// Makes the disks of a VM that is to start here: none is being made once all are there.
     pub(crate) async fn make_disks(&self, name: &VmName, spec: VmSpec) -> Reply<DisksMaking> {
-        let wrong = |what: String| ApiError::new(ErrorCode::InvalidVm, what);
-        spec.check().map_err(|error| wrong(error.to_string()))?;
-        if spec.name != *name {
-            return Err(wrong(format!("VM '{}' is not VM '{name}'", spec.name)));
-        }
+        must_be(name, &spec)?;
         self.closing.refuse(self.host())?;
-        let setting = Setting {
+        let setting = self.setting(name);
+        self.makings.end_former(&spec).await;
+        let job = self.makings.go_on(&spec, setting)?;
+        if job.ends().await {
+            self.makings.forget(name, &job);
+        }
+        let making = job.shown()?;
+        Ok(DisksMaking { making })
+    }
+
+    /// Removes what an attempt to make a clone copied, and what has no name yet: its VM was deleted. An image is never removed.
+    pub(crate) async fn forget_clone(&self, name: &VmName, spec: VmSpec) -> Reply<Done> {
+        must_be(name, &spec)?;
+        let (setting, is_absent) = (self.setting(name), self.records.is_absent(name));
+        let host = self.host().clone();
+        blocking(move || {
+            forget_parts(&setting, &spec, is_absent)?;
+            Ok(done(format!(
+                "what was copied for VM '{}' is gone from host '{host}'",
+                spec.name
+            )))
+        })
+        .await
+    }
+
+    fn setting(&self, name: &VmName) -> Setting {
+        Setting {
             host: self.host().clone(),
             user: User {
                 uid: self.user.uid,
@@ -257,14 +312,7 @@ impl Agent {
             reserved: self.config.reserved(),
             stores: directories(&self.config.datastores),
             state: self.records.dir(name),
-        };
-        self.makings.end_former(&spec).await;
-        let job = self.makings.go_on(&spec, setting)?;
-        if job.ends().await {
-            self.makings.forget(name, &job);
         }
-        let making = job.shown()?;
-        Ok(DisksMaking { making })
     }
 
     /// How far they are.
@@ -308,6 +356,51 @@ mod tests {
             assert_eq!(kept, Some(wanted));
             assert!(attempted_variables(dir.path()).is_empty());
         }
+    }
+
+    /// A clone was deleted before its disks had their names.
+    #[test]
+    fn of_a_clone_that_is_deleted_half_made_nothing_stays_and_no_image_is_removed() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let number = "1".repeat(32);
+        let disk = |name: &str| {
+            let path = at(&format!("web2-{name}.raw")).to_str().unwrap().to_owned();
+            DiskSpec {
+                from: Some(clone_part_of(&path, &number)),
+                ..DiskSpec::new(name, path)
+            }
+        };
+        let mut clone = spec("web2");
+        clone.disks = vec![disk("root"), disk("data")];
+        for disk in &clone.disks {
+            std::fs::write(disk.from.as_ref().unwrap(), "copied").unwrap();
+        }
+        std::fs::write(at("web2-data.raw"), "an image").unwrap();
+        for file in [CLONED_VARIABLES_FILE, &cloned_variables_file(Some(&number))] {
+            std::fs::write(at(file), "{}").unwrap();
+        }
+        let setting = Setting {
+            host: HostName::new("a").unwrap(),
+            user: User {
+                uid: rustix::process::geteuid().as_raw(),
+                gid: rustix::process::getegid().as_raw(),
+            },
+            reserved: Reserved::default(),
+            stores: Vec::new(),
+            state: dir.path().to_owned(),
+        };
+        let names = || {
+            let all = std::fs::read_dir(dir.path()).unwrap();
+            let names = all.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+            let mut names: Vec<_> = names.collect();
+            names.sort();
+            names
+        };
+        forget_parts(&setting, &clone, false).unwrap();
+        assert_eq!(names(), [CLONED_VARIABLES_FILE, "web2-data.raw"]);
+        forget_parts(&setting, &clone, true).unwrap();
+        assert_eq!(names(), ["web2-data.raw"]);
     }
 
     #[tokio::test]

@@ -241,7 +241,7 @@ fn may_be_elsewhere(name: &VmName, host: &HostName) -> ApiError {
 /// Deletes a VM that is off, everywhere.
 pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     let turn = app.vm_turns.take(name).await;
-    entry_of(app, name)?;
+    let entry = entry_of(app, name)?;
     must_be_off(app, name, OffFor::Delete)?;
     let mut free = None;
     for _ in 0..RELEASES_MAX {
@@ -274,6 +274,9 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     due.written();
     forget_in_state(app, name);
     app.tell_vm(name);
+    if entry.spec.is_clone_in_part() {
+        cloned::forget_parts(app, &entry.spec).await;
+    }
     drop(turn);
     Ok(done(format!("VM '{name}' is deleted")))
 }

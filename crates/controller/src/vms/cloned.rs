@@ -415,6 +415,24 @@ fn made(making: &Making<'_>, spec: &VmSpec) -> String {
     said
 }
 
+/// Has hosts remove what was copied for a clone that is deleted before its disks had their names. What cannot be removed now is removed by whoever
+/// clones a VM under that name.
+pub(super) async fn forget_parts(app: &App, spec: &VmSpec) {
+    let hosts: Vec<HostName> = {
+        let state = app.state();
+        let connected = state.hosts.iter().filter(|(_, host)| host.is_connected());
+        connected.map(|(name, _)| name.clone()).collect()
+    };
+    for host in hosts {
+        let Ok(agent) = app.connected_agent(&host) else {
+            continue;
+        };
+        if let Err(error) = agent.forget_clone(spec).await {
+            tracing::warn!(%host, vm = %spec.name, %error, "what was copied for a clone may stay");
+        }
+    }
+}
+
 /// How far the disks are that are copied for a clone.
 pub async fn cloning(app: &App, name: &VmName) -> Outcome<DisksMaking> {
     let (host, agent) = host_of(app, name)?;

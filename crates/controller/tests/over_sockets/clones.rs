@@ -145,6 +145,19 @@ async fn a_clone_whose_disks_have_no_names_yet_is_not_finished_as_one_of_another
 }
 
 #[tokio::test]
+async fn what_was_copied_for_a_clone_goes_with_it_where_it_is_deleted_half_made() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    a.script().refuse_disks_once = Some(error());
+    refused!(client.clone_vm(&vm("web"), &wish()).await, Internal);
+    client.delete_vm(&vm("web2")).await.unwrap();
+    assert_eq!(a.calls("forget parts web2 true"), 1);
+    client.delete_vm(&vm("web")).await.unwrap();
+    assert_eq!(a.calls("forget parts"), 1, "that was none");
+}
+
+#[tokio::test]
 async fn a_clone_of_which_its_host_could_not_be_told_is_there_all_the_same() {
     let house = House::new().await;
     let (a, client) = (off(&house).await, house.client());

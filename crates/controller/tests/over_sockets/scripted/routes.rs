@@ -28,7 +28,7 @@ use godwit_types::migration::{
 use godwit_types::site::{
     Claim, GiftOvertaken, STAMP_HEADER, SiteHeard, SiteUpdate, Stamp, SurveyAnswer, SurveyRequest,
 };
-use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId, PortGroup, VmName};
 
 fn note(shared: &Shared, call: String) {
@@ -490,6 +490,10 @@ pub fn router(shared: Shared) -> Router {
         .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { note(&s, format!("asked to stop {name}")); hold(&s, "stop").await; set(&s, &name, VmState::Stopped) }))
         .route(path::DISKS, post(make_disks))
         .route(path::CLONE, post(clone_disks).get(cloning))
+        .route(path::FORGET_CLONE, post(|State(s): S, PathParam(name): Name, JsonBody(spec): JsonBody<VmSpec>| async move {
+            note(&s, format!("forget parts {name} {}", spec.attempt().is_some()));
+            fine()
+        }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
