@@ -78,6 +78,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
             path::CLONE,
             get(cloning).post(clone_disks).delete(cancel_clone),
         )
+        .route(path::FORGET_CLONE, post(forget_clone))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -260,6 +261,8 @@ handlers! {
     disks(agent, path name: VmName) -> DisksMaking = Ok(agent.disks(&name));
     make_disks(agent, path name: VmName, body spec: VmSpec) -> DisksMaking
         = agent.make_disks(&name, spec).await;
+    forget_clone(agent, path name: VmName, body spec: VmSpec) -> Done
+        = agent.forget_clone(&name, spec).await;
     disk_moves(agent, path name: VmName) -> DiskMoves = agent.disk_moves(&name).await;
     move_disks(agent, path name: VmName, body wish: MoveDisks) -> DiskMoves
         = agent.move_disks(&name, wish).await;

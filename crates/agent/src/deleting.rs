@@ -4,6 +4,7 @@
 //! lets it go, and forgotten once all else is. Owns nothing. Refuses: to change anything of a VM that this host may hold.
 
 use crate::disk_record::DiskRecord;
+use crate::making::attempted_variables;
 use crate::records::{Records, stored};
 use godwit_ownership::HostRecord;
 use godwit_store::{load_json, remove_document, save_json};
@@ -64,6 +65,9 @@ impl Records {
             DELETING_FILE,
         ] {
             remove_document(&self.dir(vm).join(name)).map_err(stored)?;
+        }
+        for left in attempted_variables(&self.dir(vm)) {
+            remove_document(&left).map_err(stored)?;
         }
         Ok(())
     }

@@ -13,12 +13,14 @@ use godwit_delta::MOVE_MAX;
 use rustix::fs::{SeekFrom, ioctl_ficlone, seek};
 use rustix::io::Errno;
 
-use crate::Error;
 use crate::delta::{Delta, Target, merge};
 use crate::kept_room::KeptRoom;
+use crate::{Buffer, Error};
 
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
+/// What is read beside the cache begins and ends at a multiple of this, or at the end of the file.
+const ALIGNED: u64 = 4096;
 
 /// The images that a content is made of.
 #[derive(Debug, Clone, Copy)]
@@ -92,17 +94,19 @@ fn copy(
     goes_on: &mut impl FnMut(u64) -> bool,
 ) -> io::Result<bool> {
     fresh.set_len(chain.bytes)?;
-    let (mut at, mut done, mut buffer) = (0, 0, vec![0; PIECE]);
+    let (mut at, mut done, mut buffer) = (0, 0, Buffer::zeroed(PIECE));
     while let Some((from, to)) = next_data(chain.base, at)? {
-        at = from;
+        // What lies between is a hole, or was read.
+        at = at.max(from - from % ALIGNED);
+        let to = to.min(chain.bytes).next_multiple_of(ALIGNED);
         let to = to.min(chain.bytes);
         while at < to {
             if !goes_on(done) {
                 return Ok(false);
             }
             let length = usize::try_from(to - at).unwrap_or(PIECE).min(PIECE);
-            let piece = buffer.get_mut(..length).unwrap_or_default();
-            chain.base.read_exact_at(piece, at)?;
+            read(chain.base, buffer.bytes_mut(), (at, length))?;
+            let piece = buffer.bytes().get(..length).unwrap_or_default();
             let end = at + length as u64;
             if piece.iter().any(|byte| *byte != 0) {
                 room.take(fresh, &(at..end))?;
@@ -115,6 +119,21 @@ fn copy(
         }
     }
     Ok(true)
+}
+
+/// Has the buffer begin with so many bytes of the file. It is read in whole, as far as the file goes: no less is taken beside the cache.
+fn read(file: &File, buffer: &mut [u8], (at, length): (u64, usize)) -> io::Result<()> {
+    let (mut done, whole) = (0, length.next_multiple_of(ALIGNED as usize));
+    while done < length {
+        let rest = buffer.get_mut(done..whole).unwrap_or_default();
+        match file.read_at(rest, at + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// The next run of data; all of the rest where the file system does not tell.
@@ -131,7 +150,7 @@ mod tests {
     use super::*;
     use crate::delta::{NewDelta, create, describe_base};
     use godwit_delta::{GRAIN, Grain, Id, Parent};
-    use std::os::unix::fs::MetadataExt as _;
+    use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
     use std::path::PathBuf;
 
     const BYTES: u64 = 64 << 20;
@@ -197,6 +216,23 @@ mod tests {
         // It is a copy, and no second name.
         fresh.write_all_at(&[8], 0).unwrap();
         assert_eq!(byte(&base, 0), 1);
+    }
+
+    /// As the image is opened that others read, too.
+    #[test]
+    fn an_image_is_copied_that_is_read_beside_the_cache() {
+        let place = Place::new();
+        drop(place.base());
+        let mut options = File::options();
+        let options = options.read(true).custom_flags(libc::O_DIRECT);
+        let base = options.open(place.at("base.raw")).unwrap();
+        let fresh = place.file("fresh.raw");
+        let room = KeptRoom::default();
+        let whole = copy(&chain(&base, &[]), &fresh, &room, &mut |_| true);
+        assert!(whole.unwrap());
+        let found = [0, 4096, 20 << 20, BYTES - 512].map(|at| byte(&fresh, at));
+        assert_eq!(found, [1, 0, 2, 3]);
+        assert_eq!(fresh.metadata().unwrap().len(), BYTES);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::turns::Turns;
 use crate::unread::Lack;
-use crate::vms::Makings;
+use crate::vms::{Clones, Makings};
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
@@ -76,6 +76,8 @@ pub struct App {
     clients: Mutex<Clients>,
     /// Where disks are made of VMs that are to start.
     pub makings: Makings,
+    /// Clones that are under way.
+    pub clones: Clones,
     /// VMs that nobody begins to move now.
     pub moving: Marks,
     /// People and scripts on other machines.
@@ -180,6 +182,7 @@ impl App {
             writer: tokio::sync::Mutex::default(),
             vm_turns: Turns::default(),
             makings: Makings::default(),
+            clones: Clones::default(),
             host_turns: Turns::default(),
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),

@@ -32,6 +32,14 @@ pub fn migration_id() -> Outcome<MigrationId> {
     MigrationId::new(text).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
 }
 
+/// A number that nobody else has.
+pub fn number() -> Outcome<u64> {
+    let bytes = random(8)?;
+    Ok(bytes
+        .iter()
+        .fold(0, |sum, byte| (sum << 8) | u64::from(*byte)))
+}
+
 /// A nonce for probe frames, lower-case hex.
 pub fn probe_nonce() -> Outcome<String> {
     Ok(godwit_rpc::pki::hex(&random(16)?))

@@ -28,7 +28,7 @@ mod move_disks;
 mod snapshots;
 mod start;
 
-pub use cloned::{cancel_clone, clone_vm, cloning};
+pub use cloned::{Clones, cancel_clone, clone_vm, cloning};
 pub use disk_orders::{limit_disk, resize_disk};
 pub use disks::{Makings, disks};
 pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};
@@ -241,7 +241,7 @@ fn may_be_elsewhere(name: &VmName, host: &HostName) -> ApiError {
 /// Deletes a VM that is off, everywhere.
 pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     let turn = app.vm_turns.take(name).await;
-    entry_of(app, name)?;
+    let entry = entry_of(app, name)?;
     must_be_off(app, name, OffFor::Delete)?;
     let mut free = None;
     for _ in 0..RELEASES_MAX {
@@ -274,6 +274,9 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     due.written();
     forget_in_state(app, name);
     app.tell_vm(name);
+    if entry.spec.is_clone_in_part() {
+        cloned::forget_parts(app, &entry.spec).await;
+    }
     drop(turn);
     Ok(done(format!("VM '{name}' is deleted")))
 }

@@ -93,6 +93,11 @@ pub fn encode(layout: &Layout, label: &Label) -> Vec<u8> {
     head
 }
 
+/// Whether a file that begins so is an extent, or what is left of one: no guest writes these bytes.
+pub fn is_extent(head: &[u8]) -> bool {
+    Reader(head).long().is_ok_and(|long| long == CONST_MAGIC)
+}
+
 /// Reads the beginning of an extent, at least [`HEAD`] bytes.
 pub fn decode(head: &[u8]) -> Result<(Layout, Label), Refused> {
     let mut from = Reader(head);

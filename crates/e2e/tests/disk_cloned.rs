@@ -10,13 +10,16 @@ use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::snapshots::{Quiesce, SnapshotRequest, TakeSnapshot};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{SnapshotName, VmName};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-const PART: &str = ".web2-root.raw.godwit-clone";
+/// Of the attempt whose part is looked at.
+const NUMBER: &str = "0123456789abcdef0123456789abcdef";
+const PART: &str = ".web2-root.raw.0123456789abcdef0123456789abcdef.godwit-clone";
 
 fn done(site: &Site, request: &VmRequest) -> Result<String> {
     match site.pair.a.ask(request)? {
@@ -52,8 +55,9 @@ fn wish(site: &Site, snapshot: Option<&str>) -> Result<VmRequest> {
     let spec: VmSpec = site.pair.a.vm()?.spec;
     let snapshot = snapshot.map(SnapshotName::new).transpose()?;
     Ok(VmRequest::CloneDisks(Box::new(CloneDisks {
-        spec: spec.cloned_as(&VmName::new("web2")?)?,
+        spec: spec.cloned_as(&VmName::new("web2")?, NUMBER)?,
         snapshot,
+        disks: BTreeMap::from([("root".to_owned(), site.path.to_string_lossy().into_owned())]),
     })))
 }
 

@@ -162,7 +162,9 @@ fn a_clone_begins_with_the_uefi_variables_of_the_other_one_and_has_its_own() -> 
     ok(&["vm", "clone", "one", "two"])?;
     // What its guest only reads is shared, and each start counts in a VM's own variables.
     ensure!(stack.vm("two")?["spec"]["disk"][0]["path"] == image);
-    for (vm, number) in [("two", 3), ("one", 3)] {
+    // A clone that never started has them for its own clones, too.
+    ok(&["vm", "clone", "two", "three"])?;
+    for (vm, number) in [("two", 3), ("three", 3), ("one", 3)] {
         ok(&["vm", "start", vm])?;
         shows(&stack, vm, number)?;
         is_off(&stack, vm)?;
@@ -170,5 +172,6 @@ fn a_clone_begins_with_the_uefi_variables_of_the_other_one_and_has_its_own() -> 
     ok(&["vm", "start", "two"])?;
     shows(&stack, "two", 4)?;
     ok(&["vm", "delete", "one"])?;
+    ok(&["vm", "delete", "three"])?;
     stack.remove("two")
 }

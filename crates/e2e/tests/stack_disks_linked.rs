@@ -5,6 +5,7 @@ use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
 use godwit_e2e::stack::{Plan, SOON, Stack};
 use godwit_testkit::guest::boot_disk;
 use std::fs::File;
+use std::time::{Duration, SystemTime};
 
 const STORE: &str = "/var/tmp/fast";
 const SLOW: &str = "/var/tmp/slow";
@@ -20,7 +21,11 @@ fn with_base(name: &str) -> Result<Stack> {
     let stack = Stack::new(name, &plan)?;
     stack.make_directory("a", STORE)?;
     stack.make_directory("a", SLOW)?;
-    std::fs::write(stack.inside("a", BASE)?, base()?)?;
+    let path = stack.inside("a", BASE)?;
+    std::fs::write(&path, base()?)?;
+    // One that was written just now may still be.
+    let image = File::options().write(true).open(&path)?;
+    image.set_modified(SystemTime::now() - Duration::from_secs(60))?;
     allow(&stack, "644")?;
     Ok(stack)
 }
@@ -165,6 +170,65 @@ fn an_image_that_disks_are_linked_to_is_neither_written_nor_exchanged() -> Resul
     std::fs::rename(&aside, &path)?;
     stack.ok("controller", &start)?;
     goes_on_at(&stack, "one", "a")?;
+    base_is_unchanged(&stack)
+}
+
+/// Off, and of a snapshot while its guest works and starts anew.
+#[test]
+fn a_vm_with_a_linked_disk_is_cloned_and_the_clone_is_one_image() -> Result<()> {
+    let stack = with_base("linkedclone")?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    begin(&stack, "one")?;
+    let round = stop(&stack, "one")?;
+    ok(&["vm", "clone", "one", "two"])?;
+    let of = |vm: &str| stack.inside("a", format!("{STORE}/{vm}-root.raw"));
+    let missing = boot_disk::missing(&File::open(of("two")?)?, round)?;
+    ensure!(missing.is_none(), "of round {round}: {missing:?}");
+    ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "snapshot", "create", "one", "clean"])?;
+    goes_on_at(&stack, "one", "a")?;
+    ok(&["vm", "clone", "one", "three", "--snapshot", "clean"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stop(&stack, "one")?;
+    ok(&["vm", "clone", "one", "four", "--snapshot", "clean"])?;
+    for vm in ["two", "three", "four"] {
+        // What no guest has written came along, and nothing belongs to it.
+        let (image, of_base) = (std::fs::read(of(vm)?)?, base()?);
+        ensure!(image.get(64 << 10..) == of_base.get(64 << 10..), "{vm}");
+        let described = of(vm)?.with_extension("raw.images");
+        ensure!(!described.exists(), "{vm} is described");
+        ok(&["vm", "start", vm])?;
+        goes_on_at(&stack, vm, "a")?;
+    }
+    ok(&["vm", "start", "one"])?;
+    for vm in ["one", "two", "three", "four"] {
+        goes_on_at(&stack, vm, "a")?;
+        stack.remove(vm)?;
+    }
+    base_is_unchanged(&stack)
+}
+
+#[test]
+fn a_linked_disk_that_was_copied_by_hand_under_another_name_is_nobodys() -> Result<()> {
+    let stack = with_base("linkedcopy")?;
+    begin(&stack, "one")?;
+    stop(&stack, "one")?;
+    for end in ["", ".images"] {
+        let at = |vm: &str| format!("{STORE}/{vm}.raw{end}");
+        let mut command = stack.machine("a")?.command("cp");
+        let copied = command.args(["-a", &at("one"), &at("two")]).status()?;
+        ensure!(copied.success());
+    }
+    let disk = format!("[[disk]]\nname = \"root\"\npath = \"{STORE}/two.raw\"\n");
+    let file = describe(&stack, "two", &disk)?;
+    stack.ok("controller", &["vm", "create", &file])?;
+    let start = ["vm", "start", "two", "--on", "a"];
+    is_refused(&stack, &start, "is called after another image")?;
+    stack.ok("controller", &["vm", "delete", "two"])?;
+    stack.ok("controller", &["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "a")?;
+    stack.remove("one")?;
     base_is_unchanged(&stack)
 }
 

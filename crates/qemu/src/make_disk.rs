@@ -12,11 +12,12 @@ mod linked;
 mod mark;
 mod source;
 
+pub use cloned::Part;
 pub use mark::forget_mark;
 use mark::mark_of;
 
 use crate::convert;
-use crate::disk::{DiskError, must_be_no_devices, open_looked_at, rename_to_free};
+use crate::disk::{DiskError, NotOpened, must_be_no_devices, open_looked_at, rename_to_free};
 use crate::disk_place::{can_make_image_in, room_of};
 use crate::layered::is_described;
 use crate::qcow2::Format;
@@ -74,6 +75,9 @@ impl Maker<'_> {
         // Who has it alone is told with the rights of this process.
         let from = disk.from.as_deref();
         let has_it = from.and_then(|from| whose_at(Path::new(from)));
+        if disk.linked {
+            self.as_common(|| self.must_have_place(disk))?;
+        }
         let parent = disk.linked.then(|| Parent::prepare(disk, self));
         let parent = parent.transpose()?;
         self.as_common(|| match &parent {
@@ -115,11 +119,16 @@ impl Maker<'_> {
         }
         let place = Place::open(path, self.reserved, self.user)?;
         let mark = mark_of(self.vm, disk);
-        if place.has(path, &mark)? {
+        let is_there = place.has(path, &mark)?;
+        if disk.is_cloned() {
+            if !is_there {
+                place.name_part(disk, &mark)?;
+            }
+            place.remove_left((self, disk), None);
             return Ok(());
         }
-        if disk.is_cloned() {
-            return place.name_part(path, &mark);
+        if is_there {
+            return Ok(());
         }
         place.must_suit(path)?;
         let source = disk
@@ -149,9 +158,9 @@ impl Maker<'_> {
             .and_then(|()| {
                 finish(&fresh, &mark).map_err(|error| format!("{path:?} cannot be made: {error}"))
             })
-            .and_then(|()| place.name(path));
+            .and_then(|()| place.name(path, &fresh));
         if made.is_err() {
-            place.discard();
+            place.discard(&fresh);
         }
         made
     }
@@ -287,32 +296,61 @@ impl Place {
         }
     }
 
-    /// A new file beside the image; one that a killed maker left is removed first.
+    /// A new file beside the image; one that a killed maker left is removed first, by whoever has its lock while it has this name.
     fn begin(&self, path: &Path) -> Result<File, String> {
         let failed = |errno: Errno| no_rights(path.parent().unwrap_or(path), self.user, errno);
+        let is_made = || {
+            format!(
+                "{} is being made by somebody else just now: wait for that",
+                path.display()
+            )
+        };
         let flags = OFlags::RDWR | OFlags::NOFOLLOW;
-        if let Ok(left) = open_looked_at(&self.dir, Path::new(&self.fresh), flags) {
-            flock(&left, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
-                format!(
-                    "{} is being made by somebody else just now: wait for that",
-                    path.display()
-                )
-            })?;
+        let left = open_looked_at(&self.dir, Path::new(&self.fresh), flags);
+        if let Ok(left) = &left {
+            let locked = flock(left, FlockOperation::NonBlockingLockExclusive);
+            locked.map_err(|_| is_made())?;
+            // Whoever had its lock before may have removed it, and begun another.
+            if !self.is_file(&self.fresh, left) {
+                return Err(is_made());
+            }
         }
-        let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+        if !matches!(left, Err(NotOpened::Errno(Errno::NOENT))) {
+            let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+        }
         let fresh = openat(
             &self.dir,
             &self.fresh,
             flags | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC,
             Mode::from_raw_mode(0o600),
         );
-        let fresh = fresh.map_err(failed)?;
-        flock(&fresh, FlockOperation::NonBlockingLockExclusive).map_err(failed)?;
-        Ok(File::from(fresh))
+        let fresh = File::from(fresh.map_err(|errno| match errno {
+            Errno::EXIST => is_made(),
+            errno => failed(errno),
+        })?);
+        flock(&fresh, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
+            Errno::WOULDBLOCK => is_made(),
+            errno => failed(errno),
+        })?;
+        // Before it was locked somebody may have taken it for one that was left.
+        self.must_be_fresh(path, &fresh)?;
+        Ok(fresh)
+    }
+
+    /// Refuses to give a name to what another maker has put in the place of this file.
+    fn must_be_fresh(&self, path: &Path, fresh: &File) -> Result<(), String> {
+        match self.is_file(&self.fresh, fresh) {
+            true => Ok(()),
+            false => Err(format!(
+                "{} was begun by somebody else meanwhile: try again once that has ended",
+                path.display()
+            )),
+        }
     }
 
     /// Gives the image its name, which nothing else has, and makes that durable.
-    fn name(&self, path: &Path) -> Result<(), String> {
+    fn name(&self, path: &Path, file: &File) -> Result<(), String> {
+        self.must_be_fresh(path, file)?;
         let (fresh, name) = (Path::new(&self.fresh), Path::new(&self.name));
         let named = rename_to_free(self.dir.as_fd(), fresh, name);
         named.map_err(|errno| match errno {
@@ -324,8 +362,11 @@ impl Place {
             .map_err(|error| format!("{} cannot be made durable: {error}", path.display()))
     }
 
-    fn discard(&self) {
-        let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+    /// Removes it, and nothing of another maker.
+    fn discard(&self, fresh: &File) {
+        if self.is_file(&self.fresh, fresh) {
+            let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+        }
     }
 }
 

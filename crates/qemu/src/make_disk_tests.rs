@@ -562,3 +562,21 @@ fn a_device_that_holds_no_whole_disk_is_nothing_to_make_one_from() {
     here.make(&disk).unwrap();
     assert_eq!(here.at("root.raw").metadata().unwrap().len(), 1 << 20);
 }
+
+/// A maker was killed, and two others come at once: what one of them has begun is not named, and not removed, by the other.
+#[test]
+fn a_file_that_another_maker_has_put_in_its_place_is_neither_named_nor_removed() {
+    let here = Here::new();
+    let (path, fresh) = (here.at("root.raw"), here.at(".root.raw.godwit-new"));
+    let place = Place::open(&path, &Reserved::default(), own_user()).unwrap();
+    let first = place.begin(&path).unwrap();
+    let refused = place.begin(&path).unwrap_err();
+    assert!(refused.contains("being made by somebody else"), "{refused}");
+    std::fs::remove_file(&fresh).unwrap();
+    let second = place.begin(&path).unwrap();
+    let refused = place.name(&path, &first).unwrap_err();
+    assert!(refused.contains("begun by somebody else"), "{refused}");
+    place.discard(&first);
+    place.name(&path, &second).unwrap();
+    assert_eq!(here.names(), ["root.raw"]);
+}

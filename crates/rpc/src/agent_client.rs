@@ -125,6 +125,8 @@ pub mod path {
     /// POST `CloneDisks`: `Cloning`, begun or gone on with: disks are copied for another VM. GET: the same, as far as it has come. DELETE:
     /// [`super::Done`], called off.
     pub const CLONE: &str = "/v1/vms/{name}/clone";
+    /// POST the VM that was to be a clone, as its attempt described it: [`super::Done`]. What was copied for it and has no name yet is removed.
+    pub const FORGET_CLONE: &str = "/v1/vms/{name}/forget-clone";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -179,6 +181,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::CLONE, CONTROLLER),
     rule("GET", path::CLONE, READ),
     rule("DELETE", path::CLONE, CONTROLLER),
+    rule("POST", path::FORGET_CLONE, CONTROLLER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -329,6 +332,9 @@ calls! { AgentClient
     /// How far they are.
     cloning(name: &VmName) -> Cloning = get client (fill(path::CLONE, name)) in read;
     cancel_clone(name: &VmName) -> Done = delete client (fill(path::CLONE, name)) in act;
+    /// Removes what was copied for a clone that is deleted before its disks have their names.
+    forget_clone(spec: &VmSpec) -> Done
+        = post client (fill(path::FORGET_CLONE, &spec.name), spec) in act;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

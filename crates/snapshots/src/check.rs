@@ -60,6 +60,21 @@ impl Images {
         self.check_snapshots()
     }
 
+    /// What is, or was, a part of a disk and is not called after its own file, beside which it lies. Where files were copied under another name, two
+    /// disks would have one part.
+    pub fn not_called_after(&self, disk_file: &str) -> Option<&str> {
+        let is_its = |name: &str| {
+            let number = name.strip_prefix(disk_file);
+            let number = number.and_then(|rest| rest.strip_prefix(".d"));
+            number.is_some_and(|number| number.parse::<u64>().is_ok())
+        };
+        let own = self.images.iter().filter(|(_, image)| !image.common);
+        let own = own.map(|(name, _)| name);
+        let mut all = own.chain(self.leaving.keys());
+        let strange = all.find(|name| !is_its(name) && !self.elsewhere.contains_key(*name));
+        strange.map(String::as_str)
+    }
+
     /// Only deltas, and what leaves, lie in other directories, which are named wholly.
     fn check_elsewhere(&self) -> Result<(), Refusal> {
         let is_delta = |name: &String| {
@@ -206,6 +221,54 @@ mod tests {
         let images = Images::of_one("root.raw", 1 << 30, &"5".repeat(32));
         let images = images.take(snapshot("clean"), &fresh(1)).unwrap();
         images.take(snapshot("updated"), &fresh(2)).unwrap()
+    }
+
+    #[test]
+    fn a_linked_disk_whose_files_were_copied_under_another_name_is_known_by_what_its_parts_are_called()
+     {
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        let fresh = |name: &str, elsewhere: Option<&str>| Fresh {
+            name: name.to_owned(),
+            id: format!("{:032x}", name.len()),
+            elsewhere: elsewhere.map(str::to_owned),
+        };
+        let linked = Images::linked(
+            common,
+            1 << 30,
+            &"5".repeat(32),
+            &fresh("root.raw.d1", None),
+        );
+        let linked = linked.unwrap();
+        assert_eq!(linked.not_called_after("root.raw"), None);
+        assert_eq!(linked.not_called_after("copy.raw"), Some("root.raw.d1"));
+        assert_eq!(linked.not_called_after("root"), Some("root.raw.d1"));
+        let mut leaves = linked.clone();
+        leaves.leaving.insert("other.raw.d1".to_owned(), None);
+        assert_eq!(leaves.not_called_after("root.raw"), Some("other.raw.d1"));
+        let log = fresh("new.raw.moving-7", Some("/fast"));
+        let moves = linked.freeze(&log).unwrap();
+        assert_eq!(moves.not_called_after("root.raw"), None);
+    }
+
+    /// What another maker left has the first names.
+    #[test]
+    fn a_linked_disk_gives_no_name_that_is_taken_before_its_own() {
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        for (name, next) in [("root.raw.d1", 2), ("root.raw.d5", 6), ("root.raw.old", 2)] {
+            let fresh = Fresh {
+                name: name.to_owned(),
+                id: "1".repeat(32),
+                elsewhere: None,
+            };
+            let linked = Images::linked(common, 1 << 30, &"5".repeat(32), &fresh);
+            assert_eq!(linked.unwrap().next, next, "{name}");
+        }
     }
 
     #[test]

@@ -178,6 +178,11 @@ impl Images {
         let mut images = Self::of_one("", bytes, mark);
         images.images = BTreeMap::from([(common.path.to_owned(), lowest)]);
         images.put_top(fresh, common.path.to_owned());
+        // The names before it may be those of files that were left.
+        let number = fresh.name.rsplit_once(".d").map(|(_, number)| number);
+        let number = number.and_then(|number| number.parse::<u64>().ok());
+        let next = number.map_or(0, |number| number.saturating_add(1));
+        images.next = images.next.max(next);
         images.checked()
     }
 

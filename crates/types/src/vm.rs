@@ -10,7 +10,7 @@ mod made;
 mod new;
 
 pub use boots::Firmware;
-pub use cloned::clone_part_of;
+pub use cloned::{attempt_of, clone_part_of};
 pub use cloud_init::{CardNetwork, CloudInit, SEED_AND_AGENT, USER_DATA_LEN_MAX};
 pub use disks::{DISK_IOPS_MAX, DISK_MIB_PER_S_MAX, DiskLimits, DiskSpec, OnError, OnFull};
 pub use made::{DISK_GIB_MAX, check_disk_bytes, room_for_images};

@@ -6,6 +6,7 @@
 
 use crate::disk_orders::{DiskOrder, Work};
 use crate::disks::{AtRest, CloneJob};
+use crate::files::Paths;
 use crate::hypervisor::internal;
 use crate::requests::Reply;
 use crate::vm::Vm;
@@ -79,9 +80,10 @@ impl Vm {
                     let copied = disks.sources_of(job.wish()).and_then(|sources| {
                         // They may end meanwhile.
                         drop(disks);
-                        job.copy((&config, &paths), &sources)
+                        // A guest that runs has its variables.
+                        job.copy((&config, &paths), None, &sources)
                     });
-                    Ok(ended(&job, &config, copied))
+                    Ok(ended(&job, (&config, &paths), copied))
                 })
             }
             None => {
@@ -94,7 +96,7 @@ impl Vm {
                 let job = Arc::clone(&job);
                 Box::new(move || {
                     let copied = at_rest.clone_disks(&job);
-                    Ok(ended(&job, &at_rest.config, copied))
+                    Ok(ended(&job, (&at_rest.config, &at_rest.paths), copied))
                 })
             }
         };
@@ -118,7 +120,11 @@ impl Vm {
 }
 
 /// Until what was copied is taken, or removed.
-fn ended(job: &CloneJob, config: &VmProcessConfig, copied: Result<(), ApiError>) -> VmAnswer {
-    job.end(config, copied);
+fn ended(
+    job: &CloneJob,
+    context: (&VmProcessConfig, &Paths),
+    copied: Result<(), ApiError>,
+) -> VmAnswer {
+    job.end(context, copied);
     VmAnswer::Done(String::new())
 }

@@ -12,7 +12,7 @@ use crate::hypervisor::{Start, internal};
 use godwit_migrate::protocol::VARIABLES_WHOLE_MAX;
 use godwit_qemu::command_line::Flash;
 use godwit_qemu::uefi::Uefi;
-use godwit_store::{RealFiles, load_json, remove_document, replace_durably, save_json};
+use godwit_store::{RealFiles, StoreError, load_json, remove_document, replace_durably, save_json};
 use godwit_types::clones::ClonedVariables;
 use godwit_types::{ApiError, ErrorCode};
 use std::fs::{File, Metadata, OpenOptions};
@@ -96,11 +96,16 @@ pub(crate) fn open(start: &Start<'_>) -> Result<Option<Opened>, ApiError> {
 
 /// Those with which a VM begins that is a clone. Another one of that name may have been made here and never started.
 fn cloned(start: &Start<'_>) -> Result<Option<Vec<u8>>, ApiError> {
-    let kept: Option<ClonedVariables> = match start.coming {
-        None => load_json(&start.paths.cloned_variables()).map_err(internal)?,
-        Some(_) => None,
-    };
-    let kept = kept.filter(|kept| kept.uid == start.spec.uid);
+    match start.coming {
+        None => cloned_for(start.paths, start.spec.uid).map_err(internal),
+        Some(_) => Ok(None),
+    }
+}
+
+/// The same of the VM of this user id.
+pub(crate) fn cloned_for(paths: &Paths, uid: Option<u32>) -> Result<Option<Vec<u8>>, StoreError> {
+    let kept: Option<ClonedVariables> = load_json(&paths.cloned_variables())?;
+    let kept = kept.filter(|kept| kept.uid == uid);
     Ok(kept.map(|kept| kept.bytes))
 }
 

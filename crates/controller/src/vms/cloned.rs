@@ -2,13 +2,15 @@
 //!
 //! In this order, so that whoever dies leaves either no clone and no image under its name, or a clone that is off and whole:
 //!
-//! 1. The host copies all disks under names of their own (parts). Nobody knows of them, and the next attempt removes them.
+//! 1. The host copies all disks under names that only this attempt has (parts). Nobody knows of them, and later attempts remove them.
 //! 2. The clone is described in the database, with disks that are to be made from those parts. From here on it is a VM: to start it, or to ask
 //!    for the clone again, goes on with the rest.
 //! 3. The host gives the parts their names, which nothing else has, durably.
 //! 4. The clone is granted to the host, durably before the host hears of it, and told to it as a VM that is off.
 //!
-//! Owns nothing. Refuses: a name that is taken, a VM that moves or that no host has, and descriptions that have changed since it was begun.
+//! Owns which VM is being cloned under which name, as long as this controller lives: what is half-made says itself of what it is, by the number of its
+//! attempt. Refuses: a name that is taken or is that of another clone, a VM that moves or that no host has, and descriptions that have changed since it was
+//! begun.
 
 use super::move_disks::{host_of, must_stay};
 use super::{RELEASES_MAX, boots, check, done, entry_of, not_free};
@@ -16,22 +18,74 @@ use crate::app::App;
 use crate::error::{Outcome, refuse, unknown_vm};
 use crate::macs;
 use crate::reconcile::refresh;
+use crate::secret;
 use crate::state::VmEntry;
 use crate::store::Added;
 use crate::survey::{must_be_newest, refused, survey};
 use crate::uids;
 use godwit_rpc::AgentClient;
+use godwit_rpc::pki::now_unix_s;
 use godwit_site::{Refusal, Surveyed};
-use godwit_types::clones::{CloneDisks, CloneVm, Cloned};
+use godwit_types::clones::{
+    CloneDisks, CloneVm, Cloned, attempt_begun_unix_s, attempt_number, is_attempt_of,
+};
 use godwit_types::control_api::{DiskMaking, DisksMaking, Done};
 use godwit_types::host_api::PutVm;
 use godwit_types::text::listed;
 use godwit_types::vm::InvalidVm;
-use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, SnapshotName, VmName, VmSpec};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A clone whose host does not answer is taken to be under way for so long after somebody has asked for it.
+const UNHEARD_MAX: Duration = Duration::from_secs(120);
+
+/// Which VM is being cloned under which name.
+#[derive(Debug, Default)]
+pub struct Clones(Mutex<BTreeMap<VmName, Underway>>);
+
+#[derive(Debug, Clone)]
+struct Underway {
+    of: VmName,
+    snapshot: Option<SnapshotName>,
+    host: HostName,
+    asked: Instant,
+}
+
+impl Clones {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<VmName, Underway>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(&self, making: &Making<'_>) {
+        let underway = Underway {
+            of: making.of.clone(),
+            snapshot: making.snapshot.cloned(),
+            host: making.host.clone(),
+            asked: Instant::now(),
+        };
+        self.lock().insert(making.new.clone(), underway);
+    }
+
+    fn end(&self, new: &VmName) {
+        self.lock().remove(new);
+    }
+
+    /// What is, or may be, under way under the name of this clone, and is another one.
+    fn other(&self, making: &Making<'_>) -> Option<Underway> {
+        let known = self.lock().get(making.new).cloned()?;
+        let is_it = known.of == *making.of
+            && known.snapshot.as_ref() == making.snapshot
+            && known.host == making.host;
+        (!is_it).then_some(known)
+    }
+}
 
 /// Where the clone is made, and of whom.
 struct Making<'a> {
     of: &'a VmName,
+    snapshot: Option<&'a SnapshotName>,
     new: &'a VmName,
     host: HostName,
     agent: AgentClient,
@@ -62,30 +116,110 @@ pub async fn clone_vm(app: &App, name: &VmName, wish: &CloneVm) -> Outcome<Clone
     let (host, agent) = host_of(app, name)?;
     let making = Making {
         of: name,
+        snapshot: wish.snapshot.as_ref(),
         new: &wish.new,
         host,
         agent,
     };
     let known = app.state().vms.get(&wish.new).cloned();
     match known {
-        Some(known) if known.spec.is_clone_in_part() => return finish(app, &making, known).await,
+        Some(known) if known.spec.is_clone_in_part() => {
+            let begun = must_be_half_of(&known.spec, &making)?;
+            let mut cloned = finish(app, &making, known).await?;
+            cloned.message.push_str(&begun);
+            return Ok(cloned);
+        }
         Some(_) => return Err(exists(&wish.new)),
         None => {}
     }
     app.drains.must_take_vms(&making.host)?;
-    let wanted = described(app, &source, &wish.new).await?;
+    must_be_the_only_one(app, &making).await?;
+    let number = new_attempt(&making)?;
+    let wanted = described(app, &source, (&wish.new, &number)).await?;
     let asked = CloneDisks {
         spec: wanted.spec.clone(),
         snapshot: wish.snapshot.clone(),
+        disks: images_of(&source.spec),
     };
+    app.clones.begin(&making);
     let told = making.agent.clone_disks(name, &asked).await;
-    let told = told.map_err(|error| ApiError::from(error).on_host(&making.host))?;
+    let told = told.map_err(|error| {
+        let error = ApiError::from(error).on_host(&making.host);
+        if error.code != ErrorCode::HostUnreachable {
+            app.clones.end(&wish.new);
+        }
+        error
+    })?;
     let Some(copied) = told.whole else {
         return Ok(not_yet(&making, told.making));
     };
+    app.clones.end(&wish.new);
     let entry = as_copied(wanted, &copied)?;
     let entry = enter(app, entry).await?;
     finish(app, &making, entry).await
+}
+
+/// Where its disks are that are copied, as it is described.
+fn images_of(spec: &VmSpec) -> BTreeMap<String, String> {
+    let disks = spec.disks.iter().filter(|disk| !disk.read_only);
+    let images = disks.map(|disk| (disk.name.clone(), disk.path.clone()));
+    images.collect()
+}
+
+fn new_attempt(making: &Making<'_>) -> Outcome<String> {
+    let now = u64::try_from(now_unix_s()).unwrap_or(0);
+    let random = secret::number()?;
+    Ok(attempt_number(making.of, making.snapshot, now, random))
+}
+
+/// Two that are copied under one name do not have each other's, but only one of them can be made.
+async fn must_be_the_only_one(app: &App, making: &Making<'_>) -> Outcome<()> {
+    let Some(other) = app.clones.other(making) else {
+        return Ok(());
+    };
+    let told = match app.connected_agent(&other.host) {
+        Ok(agent) => agent.cloning(&other.of).await.ok(),
+        Err(_) => None,
+    };
+    let goes_on = match told {
+        Some(told) => told.making.is_some(),
+        None => other.asked.elapsed() < UNHEARD_MAX,
+    };
+    if !goes_on {
+        app.clones.end(making.new);
+        return Ok(());
+    }
+    let (new, Underway { of, host, .. }) = (making.new, &other);
+    let snapshot = other.snapshot.as_ref();
+    let snapshot = snapshot.map_or_else(String::new, |name| format!(" at snapshot '{name}'"));
+    refuse(
+        ErrorCode::WrongState,
+        format!(
+            "VM '{new}' is just being made as a clone of VM '{of}'{snapshot} on host {host}: wait for that, call it off with 'godwit vm clone {of} --cancel', or give this clone another name"
+        ),
+    )
+}
+
+/// What was copied and has no names yet is finished for whoever wants the same. Returns what a person hears besides.
+fn must_be_half_of(known: &VmSpec, making: &Making<'_>) -> Outcome<String> {
+    let (of, new, number) = (making.of, making.new, known.attempt().unwrap_or_default());
+    let now = u64::try_from(now_unix_s()).unwrap_or(0);
+    let begun = attempt_begun_unix_s(number).unwrap_or(now);
+    let minutes = now.saturating_sub(begun) / 60;
+    if !is_attempt_of(number, of, making.snapshot) {
+        return refuse(
+            ErrorCode::AlreadyExists,
+            format!(
+                "there is a VM {new} already, a clone that was begun {minutes} minutes ago of another VM than '{of}', or as that was at another moment, and whose disks have no names yet: start it on the host that has copied them with 'godwit vm start {new} --on HOST', or delete it, or give this clone another name"
+            ),
+        );
+    }
+    Ok(match making.snapshot {
+        Some(_) => String::new(),
+        None => format!(
+            "; its disks hold what those of VM '{of}' held when the clone was begun, {minutes} minutes ago"
+        ),
+    })
 }
 
 fn exists(name: &VmName) -> ApiError {
@@ -98,9 +232,13 @@ fn invalid(error: InvalidVm) -> ApiError {
 }
 
 /// The clone, with a user id and addresses that no other VM has now.
-async fn described(app: &App, source: &VmEntry, new: &VmName) -> Outcome<VmEntry> {
+async fn described(
+    app: &App,
+    source: &VmEntry,
+    (new, number): (&VmName, &str),
+) -> Outcome<VmEntry> {
     let _macs = app.macs_turn().await;
-    let spec = source.spec.cloned_as(new).map_err(invalid)?;
+    let spec = source.spec.cloned_as(new, number).map_err(invalid)?;
     check(&spec)?;
     boots(&spec)?;
     let mut spec = macs::allot(spec, &app.state())?;
@@ -114,7 +252,8 @@ async fn described(app: &App, source: &VmEntry, new: &VmName) -> Outcome<VmEntry
     Ok(VmEntry { spec, resolved })
 }
 
-/// The clone with the user id for which it was copied. It may have been begun with another description, by this controller or the one before.
+/// The clone with the user id and the parts for which it was copied. It may have been begun with another description, by this controller or the one
+/// before.
 fn as_copied(wanted: VmEntry, copied: &VmSpec) -> Outcome<VmEntry> {
     let bare = |spec: &VmSpec| {
         let mut bare = spec.clone();
@@ -122,21 +261,27 @@ fn as_copied(wanted: VmEntry, copied: &VmSpec) -> Outcome<VmEntry> {
         bare.nics.iter_mut().for_each(|nic| nic.mac = None);
         bare
     };
-    if bare(&wanted.spec) != bare(copied) {
-        return refuse(
-            ErrorCode::WrongState,
-            format!(
-                "the VM that was to be cloned as {} was described otherwise since that was begun: give the command again",
-                wanted.spec.name
-            ),
-        );
-    }
+    let name = wanted.spec.name.clone();
+    let has_parts = wanted.spec.attempt().is_some() == copied.attempt().is_some();
+    let number = copied.attempt().unwrap_or_default();
     let uid = copied.uid.or(wanted.spec.uid);
-    let with = |spec: VmSpec| VmSpec { uid, ..spec };
-    Ok(VmEntry {
+    let with = |spec: VmSpec| VmSpec {
+        uid,
+        ..spec.by_attempt(number)
+    };
+    let entry = VmEntry {
         spec: with(wanted.spec),
         resolved: wanted.resolved.map(with),
-    })
+    };
+    match has_parts && bare(&entry.spec) == bare(copied) {
+        true => Ok(entry),
+        false => refuse(
+            ErrorCode::WrongState,
+            format!(
+                "the VM that was to be cloned as {name} was described otherwise since that was begun: give the command again"
+            ),
+        ),
+    }
 }
 
 /// From here on it is a VM.
@@ -270,6 +415,24 @@ fn made(making: &Making<'_>, spec: &VmSpec) -> String {
     said
 }
 
+/// Has hosts remove what was copied for a clone that is deleted before its disks had their names. What cannot be removed now is removed by whoever
+/// clones a VM under that name.
+pub(super) async fn forget_parts(app: &App, spec: &VmSpec) {
+    let hosts: Vec<HostName> = {
+        let state = app.state();
+        let connected = state.hosts.iter().filter(|(_, host)| host.is_connected());
+        connected.map(|(name, _)| name.clone()).collect()
+    };
+    for host in hosts {
+        let Ok(agent) = app.connected_agent(&host) else {
+            continue;
+        };
+        if let Err(error) = agent.forget_clone(spec).await {
+            tracing::warn!(%host, vm = %spec.name, %error, "what was copied for a clone may stay");
+        }
+    }
+}
+
 /// How far the disks are that are copied for a clone.
 pub async fn cloning(app: &App, name: &VmName) -> Outcome<DisksMaking> {
     let (host, agent) = host_of(app, name)?;
@@ -302,8 +465,13 @@ mod tests {
         VmSpec::from_toml(text).unwrap()
     }
 
+    fn named(name: &str) -> VmName {
+        VmName::new(name).unwrap()
+    }
+
     fn clone(uid: u32, mac: &str) -> VmSpec {
-        let mut clone = web().cloned_as(&VmName::new("web2").unwrap()).unwrap();
+        let number = attempt_number(&named("web"), None, 1_800_000_000, u64::from(uid));
+        let mut clone = web().cloned_as(&named("web2"), &number).unwrap();
         clone.uid = Some(uid);
         clone.nics[0].mac = Some(mac.into());
         clone
@@ -321,6 +489,9 @@ mod tests {
         let resolved = entry.resolved.unwrap();
         assert_eq!((entry.spec.uid, resolved.uid), (first.uid, first.uid));
         assert_eq!(entry.spec.nics, later.nics);
+        let parts = [&entry.spec, &resolved].map(|spec| spec.disks[0].from.clone());
+        let copied = first.disks[0].from.clone();
+        assert_eq!(parts, [copied.clone(), copied], "others' are not its own");
         let mut other = first;
         other.disks[0].path = "/elsewhere/web2-root.raw".into();
         let refused = as_copied(wanted, &other).unwrap_err();

@@ -4,7 +4,7 @@ use crate::scripted::{Agent, FORCED, House, host, refused, spec, vm};
 use godwit_types::clones::CloneVm;
 use godwit_types::control_api::StartRequest;
 use godwit_types::vm::{DiskSpec, VmState};
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, SnapshotName};
 
 fn wish() -> CloneVm {
     CloneVm {
@@ -15,18 +15,21 @@ fn wish() -> CloneVm {
 
 /// A VM with a disk, which ran there and is off.
 async fn off(house: &House) -> Agent {
-    let (a, client) = (house.host("a").await, house.client());
-    let mut web = spec("web");
-    web.disks.push(DiskSpec::new("root", "/srv/web-root.raw"));
-    client.create_vm(&web).await.unwrap();
-    refused!(client.clone_vm(&vm("web"), &wish()).await, WrongState);
-    let on = Some(host("a"));
-    client
-        .start(&vm("web"), &StartRequest { on })
-        .await
-        .unwrap();
-    client.stop(&vm("web"), &FORCED).await.unwrap();
+    let a = house.host("a").await;
+    is_off(house, "web").await;
     a
+}
+
+async fn is_off(house: &House, name: &str) {
+    let client = house.client();
+    let mut spec = spec(name);
+    let path = format!("/srv/{name}-root.raw");
+    spec.disks.push(DiskSpec::new("root", path));
+    client.create_vm(&spec).await.unwrap();
+    refused!(client.clone_vm(&vm(name), &wish()).await, WrongState);
+    let on = Some(host("a"));
+    client.start(&vm(name), &StartRequest { on }).await.unwrap();
+    client.stop(&vm(name), &FORCED).await.unwrap();
 }
 
 /// Where a call was made among all.
@@ -100,6 +103,58 @@ async fn a_clone_whose_disks_have_no_names_yet_is_finished_by_who_asks_again() {
     let clone = house.vm("web2").await;
     assert!(!clone.spec.is_clone_in_part());
     assert_eq!(clone.host, Some(host("a")));
+}
+
+#[tokio::test]
+async fn two_vms_are_not_cloned_under_one_name_at_once() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    is_off(&house, "db").await;
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    let refused = client.clone_vm(&vm("db"), &wish()).await.unwrap_err();
+    let told = refused.to_string();
+    assert!(told.contains("made as a clone of VM 'web'"), "{told}");
+    assert!(told.contains("vm clone web --cancel"), "{told}");
+    // The same at another moment is another clone.
+    let snapshot = Some(SnapshotName::new("clean").unwrap());
+    let later = CloneVm { snapshot, ..wish() };
+    refused!(client.clone_vm(&vm("web"), &later).await, WrongState);
+    let asked = a.calls("clone");
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    assert_eq!(a.calls("clone"), asked + 1, "nobody else asked the host");
+    refused!(client.clone_vm(&vm("db"), &wish()).await, AlreadyExists);
+}
+
+#[tokio::test]
+async fn a_clone_whose_disks_have_no_names_yet_is_not_finished_as_one_of_another_vm() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    is_off(&house, "db").await;
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    a.script().refuse_disks_once = Some(error());
+    refused!(client.clone_vm(&vm("web"), &wish()).await, Internal);
+    let refused = client.clone_vm(&vm("db"), &wish()).await.unwrap_err();
+    let told = refused.to_string();
+    assert!(told.contains("of another VM than 'db'"), "{told}");
+    let snapshot = Some(SnapshotName::new("clean").unwrap());
+    let later = CloneVm { snapshot, ..wish() };
+    refused!(client.clone_vm(&vm("web"), &later).await, AlreadyExists);
+    assert!(house.vm("web2").await.spec.is_clone_in_part());
+    let done = client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    assert!(done.message.contains("minutes ago"), "{}", done.message);
+}
+
+#[tokio::test]
+async fn what_was_copied_for_a_clone_goes_with_it_where_it_is_deleted_half_made() {
+    let house = House::new().await;
+    let (a, client) = (off(&house).await, house.client());
+    client.clone_vm(&vm("web"), &wish()).await.unwrap();
+    a.script().refuse_disks_once = Some(error());
+    refused!(client.clone_vm(&vm("web"), &wish()).await, Internal);
+    client.delete_vm(&vm("web2")).await.unwrap();
+    assert_eq!(a.calls("forget parts web2 true"), 1);
+    client.delete_vm(&vm("web")).await.unwrap();
+    assert_eq!(a.calls("forget parts"), 1, "that was none");
 }
 
 #[tokio::test]

@@ -144,6 +144,46 @@ fn a_file_below_an_image_that_is_a_disk_in_use_or_written_makes_none() {
     here.refused(&disk, &["base.raw", "does not exist", "rebase -u"]);
 }
 
+/// An image that somebody else has written names what belongs to another VM as raw.
+#[test]
+fn what_other_vms_disks_are_made_of_is_not_shown_by_an_image_that_names_it() {
+    let here = Here::new();
+    if !chain(&here) {
+        return;
+    }
+    let mut extent = 0xcafe_babeu64.to_le_bytes().to_vec();
+    extent.resize(LENGTH, 7);
+    for (name, content, word) in [
+        ("base.raw.d1-sesparse.vmdk", extent, "a part of a disk"),
+        (".base.raw.godwit-new", content(), "half-made"),
+        ("base.raw.arriving-m-7", content(), "half-made"),
+    ] {
+        std::fs::write(here.at(name), content).unwrap();
+        assert!(over(&here, name, "raw", "base.top"));
+        let before = here.names();
+        let disk = here.disk(Some("base.top"), None);
+        let refusal = here.make(&disk).unwrap_err();
+        assert!(
+            refusal.contains(name) && refusal.contains(word),
+            "{refusal}"
+        );
+        // Nor under another name.
+        let link = here.at("base.link");
+        let _ = std::fs::remove_file(&link);
+        symlink(here.at(name), &link).unwrap();
+        assert!(over(&here, "base.link", "raw", "base.way"));
+        let way = here.disk(Some("base.way"), None);
+        let refusal = here.make(&way).unwrap_err();
+        assert!(refusal.contains(word), "{refusal}");
+        assert_eq!(here.names(), before);
+    }
+    // Nor is an image read as one that is a raw disk which no guest has used.
+    let made = File::open(here.at("base.mid")).unwrap();
+    bear(&made, "db/root/0/").unwrap();
+    let disk = here.disk(Some("base.mid"), None);
+    here.refused(&disk, &["base.mid", "made to be the disk of a VM"]);
+}
+
 #[test]
 fn chains_without_formats_and_such_as_are_damaged_or_come_back_make_no_disk() {
     let here = Here::new();

@@ -1,22 +1,43 @@
 //! Images of disks of a VM that is cloned: filled under a name of their own, and named once the VM is described.
 //!
-//! An image is copied as any other is made, and gets the name of its **part** ([`clone_part_of`]) once all of it is there, durably. Only
+//! An image is copied as any other is made, and gets the name of its **part** ([`attempt_of`]) once all of it is there, durably. Only
 //! then the clone is described, and only then the part becomes the image. So no image has its own name of which nobody knows, and whoever dies before
-//! the description leaves parts alone, which the next attempt removes. An image bears no records of the disk that it was copied from, since those are no
-//! part of its content, and is the common user's, as each that is made. Owns nothing. Refuses: a path where something is, and parts that are gone.
+//! the description leaves parts alone. The name and the mark of a part have the number of the attempt that copied it: two VMs that are cloned under one name
+//! never have each other's. What other attempts left goes once this one is described and its part is named, since nobody else is to have the name then; or
+//! when the next one begins, if it is as old as [`LEFT_AFTER`]; and never while somebody has it, who locks it. An image bears no records of the disk that it
+//! was copied from, since those are no part of its content, and is the common user's, as each that is made. Owns nothing. Refuses: a path where something
+//! is, and parts that are gone.
 
-use super::mark::{borne_by, mark_of};
+use super::mark::{borne_by, is_of, mark_of};
 use super::{Maker, Place, Progress, finish};
-use crate::disk::{must_be_no_devices, open_looked_at, rename_to_free};
+use crate::disk::{identity_of_open, must_be_no_devices, open_looked_at, rename_to_free};
 use godwit_blockio::{Chain, flatten};
-use godwit_types::vm::{DiskSpec, clone_part_of};
-use rustix::fs::{AtFlags, OFlags, renameat, statat, unlinkat};
+use godwit_types::vm::{DiskSpec, attempt_of};
+use rustix::fs::{AtFlags, Dir, FlockOperation, OFlags, flock, renameat, statat, unlinkat};
 use rustix::io::Errno;
-use std::ffi::OsString;
+use std::ffi::{CStr, OsStr};
 use std::fs::File;
 use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+/// What another attempt copied so long ago, and nobody has, is nobody's when the next one begins: the description of its clone takes seconds.
+const LEFT_AFTER: Duration = Duration::from_secs(300);
+
+/// What was copied for a disk: nobody takes it for something that was left as long as this is there.
+#[derive(Debug)]
+pub struct Part(File);
+
+impl Part {
+    /// It is waited for from now on.
+    pub fn is_waited_for(&self) {
+        if let Err(error) = self.0.set_modified(SystemTime::now()) {
+            tracing::warn!(%error, "what was copied for a clone does not say when");
+        }
+    }
+}
 
 impl Maker<'_> {
     /// Has the part of a clone's disk hold all that a chain of images does, durably. Why not is a part of a sentence.
@@ -25,9 +46,10 @@ impl Maker<'_> {
         disk: &DiskSpec,
         chain: Chain<'_>,
         progress: &Progress,
-    ) -> Result<(), String> {
+    ) -> Result<Part, String> {
         let (path, mark) = (Path::new(&disk.path), mark_of(self.vm, disk));
-        let (place, fresh) = self.as_common(|| self.begin_part(path))?;
+        let part = part_of(disk)?;
+        let (place, fresh) = self.as_common(|| self.begin_part(disk))?;
         progress.total.store(chain.used, Ordering::Relaxed);
         let filled = fill(chain, (&fresh, path), progress);
         self.as_common(|| {
@@ -36,19 +58,21 @@ impl Maker<'_> {
                     finish(&fresh, &mark)
                         .map_err(|error| format!("{} cannot be made: {error}", path.display()))
                 })
-                .and_then(|()| place.keep_part(path, &fresh));
+                .and_then(|()| must_bear(&fresh, path, &mark))
+                .and_then(|()| place.keep_part((path, part), &fresh));
             if made.is_err() {
-                place.discard();
+                place.discard(&fresh);
             }
             made
-        })
+        })?;
+        Ok(Part(fresh))
     }
 
-    /// Removes what was copied for a disk that no VM is to have. One that cannot be removed is removed by whoever copies there next.
+    /// Removes what this attempt copied for a disk that no VM is to have. What cannot be removed is removed by a later attempt.
     pub fn remove_part(&self, disk: &DiskSpec) {
-        let path = Path::new(&disk.path);
         let removed = self.as_common(|| {
-            Place::open(path, self.reserved, self.user)?.remove_part();
+            let place = Place::open(Path::new(&disk.path), self.reserved, self.user)?;
+            let _ = unlinkat(&place.dir, part_of(disk)?, AtFlags::empty());
             Ok(())
         });
         if let Err(why) = removed {
@@ -60,7 +84,8 @@ impl Maker<'_> {
         }
     }
 
-    fn begin_part(&self, path: &Path) -> Result<(Place, File), String> {
+    fn begin_part(&self, disk: &DiskSpec) -> Result<(Place, File), String> {
+        let path = Path::new(&disk.path);
         must_be_no_devices(path).map_err(|error| error.to_string())?;
         let place = Place::open(path, self.reserved, self.user)?;
         match statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -74,8 +99,7 @@ impl Maker<'_> {
             }
         }
         place.must_suit(path)?;
-        // Whoever copied it died before the clone was described, or nobody asked for it.
-        place.remove_part();
+        place.remove_left((self, disk), Some(LEFT_AFTER));
         let fresh = place.begin(path)?;
         Ok((place, fresh))
     }
@@ -98,38 +122,89 @@ fn fill(
     }
 }
 
+/// The name of the part in the directory of its image.
+fn part_of(disk: &DiskSpec) -> Result<&OsStr, String> {
+    let part = disk.from.as_deref().filter(|_| disk.is_cloned());
+    let name = part.and_then(|part| Path::new(part).file_name());
+    name.ok_or_else(|| format!("{} is described as no disk of a clone", disk.path))
+}
+
 impl Place {
-    fn part(&self) -> OsString {
-        // A name in the directory of this place, and no path: so is what comes of it.
-        let name = self.name.to_string_lossy();
-        let part = clone_part_of(&name);
-        OsString::from(part.trim_start_matches('/'))
+    /// Removes what other attempts left for this disk, also for a VM of that name that is there no more. Nobody has it who holds its lock; `age`: and it was
+    /// written so long ago.
+    pub(super) fn remove_left(
+        &self,
+        (maker, disk): (&Maker<'_>, &DiskSpec),
+        age: Option<Duration>,
+    ) {
+        let Ok(all) = Dir::read_from(&self.dir) else {
+            return;
+        };
+        for entry in all.flatten() {
+            let name = entry.file_name();
+            if self.is_left(name, (maker, disk), age) {
+                let _ = unlinkat(&self.dir, name, AtFlags::empty());
+                tracing::info!(
+                    disk = disk.name,
+                    "what an earlier attempt to clone a VM left is removed"
+                );
+            }
+        }
     }
 
-    fn remove_part(&self) {
-        let _ = unlinkat(&self.dir, self.part(), AtFlags::empty());
+    fn is_left(
+        &self,
+        name: &CStr,
+        (maker, disk): (&Maker<'_>, &DiskSpec),
+        age: Option<Duration>,
+    ) -> bool {
+        let own = self.name.to_str().map(|own| format!("/{own}"));
+        let (Some(own), Ok(text)) = (own, name.to_str()) else {
+            return false;
+        };
+        let part = format!("/{text}");
+        let attempt = attempt_of(&own, &part);
+        if attempt.is_none() || attempt == disk.attempt() {
+            return false;
+        }
+        let name = Path::new(OsStr::from_bytes(name.to_bytes()));
+        let Ok(found) = open_looked_at(&self.dir, name, OFlags::RDONLY | OFlags::NOFOLLOW) else {
+            return false;
+        };
+        let is_for_it = match borne_by(&found) {
+            Ok(borne) => is_of(&borne, maker.vm, disk),
+            Err(errno) => errno == Errno::OPNOTSUPP,
+        };
+        let is_old = age.is_none_or(|age| is_as_old_as(&found, age));
+        let is_free = || flock(&found, FlockOperation::NonBlockingLockExclusive).is_ok();
+        let is_that = || self.is_file(name.as_os_str(), &found);
+        self.is_by_this_host(&found) && is_for_it && is_old && is_free() && is_that()
+    }
+
+    /// Whether this name is that of the open file.
+    pub(super) fn is_file(&self, name: &OsStr, file: &File) -> bool {
+        let found = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW);
+        let open = identity_of_open(file);
+        found.is_ok_and(|found| open.is_ok_and(|open| open == (found.st_dev, found.st_ino)))
     }
 
     /// Gives what was filled the name of the part, durably.
-    fn keep_part(&self, path: &Path, fresh: &File) -> Result<(), String> {
+    fn keep_part(&self, (path, part): (&Path, &OsStr), fresh: &File) -> Result<(), String> {
         let failed = |why: &dyn std::fmt::Display| {
             format!("{} cannot be made durable: {why}", path.display())
         };
-        renameat(&self.dir, &self.fresh, &self.dir, self.part()).map_err(|errno| failed(&errno))?;
+        self.must_be_fresh(path, fresh)?;
+        renameat(&self.dir, &self.fresh, &self.dir, part).map_err(|errno| failed(&errno))?;
         // An XFS that was shut down tells of a lost name only by the file.
         let synced = self.dir.sync_all().and_then(|()| fresh.sync_all());
         synced.map_err(|error| failed(&error))
     }
 
     /// Has the part become the image, durably.
-    pub(super) fn name_part(&self, path: &Path, mark: &str) -> Result<(), String> {
-        let part = self.part();
-        let found = open_looked_at(
-            &self.dir,
-            Path::new(&part),
-            OFlags::RDONLY | OFlags::NOFOLLOW,
-        );
-        let found = found.ok();
+    pub(super) fn name_part(&self, disk: &DiskSpec, mark: &str) -> Result<(), String> {
+        let (path, part) = (Path::new(&disk.path), part_of(disk)?);
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW;
+        let found = open_looked_at(&self.dir, Path::new(part), flags).ok();
         let found = found.filter(|found| self.is_by_this_host(found) && bears(found, mark));
         let Some(found) = found else {
             return Err(format!(
@@ -139,7 +214,7 @@ impl Place {
             ));
         };
         let name = Path::new(&self.name);
-        let named = rename_to_free(self.dir.as_fd(), Path::new(&part), name);
+        let named = rename_to_free(self.dir.as_fd(), Path::new(part), name);
         named.map_err(|errno| match errno {
             Errno::EXIST => format!(
                 "{} exists already and was not made for this disk: move that file away",
@@ -149,6 +224,22 @@ impl Place {
         })?;
         let synced = self.dir.sync_all().and_then(|()| found.sync_all());
         synced.map_err(|error| format!("{} cannot be made durable: {error}", path.display()))
+    }
+}
+
+fn is_as_old_as(file: &File, age: Duration) -> bool {
+    let written = file.metadata().and_then(|found| found.modified());
+    written.is_ok_and(|written| written.elapsed().is_ok_and(|elapsed| elapsed >= age))
+}
+
+/// Nobody could have it be the image otherwise.
+fn must_bear(part: &File, path: &Path, mark: &str) -> Result<(), String> {
+    match bears(part, mark) {
+        true => Ok(()),
+        false => Err(format!(
+            "{} cannot be made: its file cannot bear the attribute by which it is known whose disk it is: give that directory a shorter path, or use other storage",
+            path.display()
+        )),
     }
 }
 
@@ -168,6 +259,7 @@ mod tests {
     use crate::whose::tests::say_whose;
     use godwit_blockio::holder;
     use godwit_types::VmName;
+    use godwit_types::vm::clone_part_of;
     use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
     use std::path::PathBuf;
 
@@ -198,9 +290,13 @@ mod tests {
         }
 
         fn disk(&self) -> DiskSpec {
+            self.disk_of(NUMBER)
+        }
+
+        fn disk_of(&self, number: &str) -> DiskSpec {
             let path = self.at("web2-root.raw").to_str().unwrap().to_owned();
             DiskSpec {
-                from: Some(clone_part_of(&path)),
+                from: Some(clone_part_of(&path, number)),
                 ..DiskSpec::new("root", path)
             }
         }
@@ -219,14 +315,18 @@ mod tests {
             })
         }
 
-        fn copy(&self, progress: &Progress) -> Result<(), String> {
+        fn copy(&self, progress: &Progress) -> Result<Part, String> {
+            self.copy_for(&self.disk(), progress)
+        }
+
+        fn copy_for(&self, disk: &DiskSpec, progress: &Progress) -> Result<Part, String> {
             let chain = Chain {
                 base: &self.base,
                 deltas: &[],
                 bytes: 8 << 20,
                 used: self.base.metadata().unwrap().blocks() * 512,
             };
-            self.by(|maker| maker.copy(&self.disk(), chain, progress))
+            self.by(|maker| maker.copy(disk, chain, progress))
         }
 
         fn make(&self) -> Result<(), String> {
@@ -242,14 +342,17 @@ mod tests {
         }
     }
 
-    const PART: &str = ".web2-root.raw.godwit-clone";
+    const NUMBER: &str = "0123456789abcdef0123456789abcdef";
+    const OTHER: &str = "fedcba9876543210fedcba9876543210";
+    const PART: &str = ".web2-root.raw.0123456789abcdef0123456789abcdef.godwit-clone";
+    const OTHER_PART: &str = ".web2-root.raw.fedcba9876543210fedcba9876543210.godwit-clone";
 
     #[test]
     fn a_part_is_no_image_before_it_is_named_and_is_named_once() {
         let here = Here::new();
         // What the source says of itself is no part of its content.
         say_whose(&here.base);
-        here.copy(&Progress::default()).unwrap();
+        drop(here.copy(&Progress::default()).unwrap());
         assert_eq!(here.names(), [PART]);
         here.make().unwrap();
         assert_eq!(here.names(), ["web2-root.raw"]);
@@ -276,10 +379,10 @@ mod tests {
     #[test]
     fn what_an_earlier_attempt_left_is_not_what_a_later_one_finds() {
         let here = Here::new();
-        here.copy(&Progress::default()).unwrap();
+        drop(here.copy(&Progress::default()).unwrap());
         std::fs::write(here.at(".web2-root.raw.godwit-new"), "half").unwrap();
         here.base.write_all_at(&[8; 512], 4096).unwrap();
-        here.copy(&Progress::default()).unwrap();
+        drop(here.copy(&Progress::default()).unwrap());
         assert_eq!(here.names(), [PART]);
         let mut byte = [0];
         let part = File::open(here.at(PART)).unwrap();
@@ -292,6 +395,62 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_bear_whose_disk_it_is_is_no_part() {
+        let part = tempfile::tempfile_in("/var/tmp").unwrap();
+        let path = Path::new("/srv/web2-root.raw");
+        let refused = must_bear(&part, path, "web2/root/0/part").unwrap_err();
+        assert!(refused.contains("cannot bear the attribute"), "{refused}");
+        finish(&part, "web2/root/0/part").unwrap();
+        must_bear(&part, path, "web2/root/0/part").unwrap();
+    }
+
+    /// Two VMs are cloned under one name at once.
+    #[test]
+    fn neither_of_two_attempts_has_or_removes_what_the_other_has_copied() {
+        let here = Here::new();
+        let first = here.copy(&Progress::default()).unwrap();
+        here.base.write_all_at(&[8; 512], 4096).unwrap();
+        let other = here.disk_of(OTHER);
+        drop(here.copy_for(&other, &Progress::default()).unwrap());
+        assert_eq!(here.names(), [PART, OTHER_PART]);
+        // Neither do they where one of them is broken off.
+        here.by(|maker| maker.remove_part(&other));
+        assert_eq!(here.names(), [PART]);
+        drop(here.copy_for(&other, &Progress::default()).unwrap());
+        drop(first);
+        here.make().unwrap();
+        let made = File::open(here.at("web2-root.raw")).unwrap();
+        let mut byte = [0];
+        made.read_exact_at(&mut byte, 4096).unwrap();
+        assert_eq!(byte, [7], "it is the first one's");
+        // Nobody is to have that any more, since the VM is described with the first one's.
+        assert_eq!(here.names(), ["web2-root.raw"]);
+    }
+
+    #[test]
+    fn what_was_left_goes_with_the_next_attempt_once_it_is_old_and_nobody_has_it() {
+        let here = Here::new();
+        let first = here.copy(&Progress::default()).unwrap();
+        let age = |part: &File| {
+            let before = SystemTime::now() - LEFT_AFTER - Duration::from_secs(60);
+            part.set_modified(before).unwrap();
+        };
+        let other = here.disk_of(OTHER);
+        let again = || drop(here.copy_for(&other, &Progress::default()).unwrap());
+        age(&first.0);
+        again();
+        assert_eq!(here.names(), [PART, OTHER_PART], "somebody has it");
+        first.is_waited_for();
+        drop(first);
+        again();
+        assert_eq!(here.names(), [PART, OTHER_PART], "it is young");
+        let left = File::options().write(true).open(here.at(PART)).unwrap();
+        age(&left);
+        again();
+        assert_eq!(here.names(), [OTHER_PART]);
+    }
+
+    #[test]
     fn nothing_is_copied_over_what_is_there_and_nothing_half_made_stays() {
         let here = Here::new();
         std::fs::write(here.at("web2-root.raw"), "somebody's").unwrap();
@@ -299,7 +458,7 @@ mod tests {
         assert!(refused.contains("exists already"), "{refused}");
         assert_eq!(here.names(), ["web2-root.raw"]);
         std::fs::remove_file(here.at("web2-root.raw")).unwrap();
-        here.copy(&Progress::default()).unwrap();
+        drop(here.copy(&Progress::default()).unwrap());
         // It came meanwhile.
         std::fs::write(here.at("web2-root.raw"), "somebody's").unwrap();
         let refused = here.make().unwrap_err();

@@ -7,8 +7,8 @@
 //! a file that is refused as a disk, and that the next one who makes this disk begins anew; and a delta that holds nothing, which goes with the VM's
 //! next snapshot.
 //!
-//! Owns the parent's lock while the disk is made. Refuses: parents that are no raw files in a datastore, that are somebody's disk, or that are in use for
-//! writing, and another length than the parent's.
+//! Owns the parent's lock while the disk is made. Refuses: parents that are no raw files in a datastore, that are somebody's disk, that are in use for
+//! writing or were written just now, and another length than the parent's; and places where no disk can be, before the parent is marked.
 
 use super::source::LOCK_WAIT;
 use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
@@ -33,9 +33,12 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// So many names are tried for the delta.
 const NUMBERS_MAX: u64 = 64;
+/// Whoever wrote an image so short a time ago may go on with that: not every program locks what it writes.
+const AT_REST_AFTER: Duration = Duration::from_secs(10);
 
 /// What a disk begins as: open, locked against being written, and with its mark.
 #[derive(Debug)]
@@ -109,7 +112,26 @@ fn open(path: &str, disk: &DiskSpec, maker: &Maker<'_>) -> Result<(File, u64), S
     }
     must_be_as_long(disk, bytes, &file).map_err(refused)?;
     lock(&file, disk, maker)?;
+    must_be_at_rest(&file).map_err(refused)?;
     Ok((file, bytes))
+}
+
+/// One that disks are linked to already is not written any more.
+fn must_be_at_rest(file: &File) -> Result<(), String> {
+    if is_parent(file) != Ok(false) {
+        return Ok(());
+    }
+    let written = file.metadata().and_then(|found| found.modified());
+    let written = written.map_err(|error| error.to_string())?;
+    // The clock of a file server may be ahead.
+    let age = written.elapsed().unwrap_or_else(|ahead| ahead.duration());
+    match age >= AT_REST_AFTER {
+        true => Ok(()),
+        false => Err(format!(
+            "it was written less than {} s ago: see that whatever writes it, as a download or qemu-img, has ended, and try again",
+            AT_REST_AFTER.as_secs()
+        )),
+    }
 }
 
 fn must_be_in_store(file: &File, maker: &Maker<'_>) -> Result<(), String> {
@@ -167,6 +189,25 @@ fn lock(file: &File, disk: &DiskSpec, maker: &Maker<'_>) -> Result<(), String> {
 }
 
 impl Maker<'_> {
+    /// Refuses a place where no disk can be linked: the parent is not marked for nothing.
+    pub(super) fn must_have_place(&self, disk: &DiskSpec) -> Result<(), String> {
+        let path = Path::new(&disk.path);
+        if !path.exists() {
+            must_be_no_devices(path).map_err(|error| error.to_string())?;
+        }
+        let place = Place::open(path, self.reserved, self.user)?;
+        if place.has(path, &mark_of(self.vm, disk))? {
+            return Ok(());
+        }
+        place.must_suit(path)?;
+        let failed = |why: String| format!("{} cannot be made: {why}", path.display());
+        place.fresh_delta().map_err(failed)?;
+        let fresh = place.begin(path)?;
+        let bears = random_number().and_then(|number| be_part(&fresh, &number));
+        place.discard(&fresh);
+        bears.map_err(failed)
+    }
+
     /// Makes a disk over its parent, unless it is there, with the rights of the common user.
     pub(super) fn link(&self, disk: &DiskSpec, parent: &Parent) -> Result<(), String> {
         let path = Path::new(&disk.path);
@@ -235,9 +276,9 @@ impl Place {
         let fresh = self.begin(path)?;
         let failed = |why: String| format!("{} cannot be made: {why}", path.display());
         let made = fill(&fresh, bytes, (number, mark)).map_err(failed);
-        let made = made.and_then(|()| self.name(path));
+        let made = made.and_then(|()| self.name(path, &fresh));
         if made.is_err() {
-            self.discard();
+            self.discard(&fresh);
         }
         made
     }
@@ -245,13 +286,18 @@ impl Place {
 
 fn fill(fresh: &File, bytes: u64, (number, mark): (&str, &str)) -> Result<(), String> {
     fresh.set_len(bytes).map_err(|error| error.to_string())?;
+    be_part(fresh, number)?;
+    finish(fresh, mark).map_err(|error| error.to_string())
+}
+
+/// Has a disk's own file say that it is a part of the disk.
+fn be_part(fresh: &File, number: &str) -> Result<(), String> {
     let flags = XattrFlags::empty();
     let marked = fsetxattr(fresh, LAYERED_MARK, number.as_bytes(), flags);
     marked.map_err(|errno| match errno {
         Errno::OPNOTSUPP => "its storage keeps no extended attributes, by which an image and what lies beside it know each other: give it a path in a datastore that does (ext4, XFS, Btrfs, or NFS 4.2 from Linux 5.9 on)".to_owned(),
         errno => errno.to_string(),
-    })?;
-    finish(fresh, mark).map_err(|error| error.to_string())
+    })
 }
 
 /// Durably. What was begun holds nothing: it is removed with others that nobody names.

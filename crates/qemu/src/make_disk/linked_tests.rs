@@ -18,6 +18,7 @@ impl Linked {
     fn new() -> Self {
         let here = Here::new();
         std::fs::write(here.at("base"), [7; BYTES]).unwrap();
+        was_written(&here.at("base"), 60);
         let stores = vec![here.dir.path().to_owned()];
         Self { here, stores }
     }
@@ -61,6 +62,32 @@ impl Linked {
     fn parent(&self) -> Option<String> {
         parent_id(File::open(self.here.at("base")).unwrap()).unwrap()
     }
+}
+
+/// So many seconds ago.
+fn was_written(path: &Path, seconds: u64) {
+    let file = File::options().write(true).open(path).unwrap();
+    let then = std::time::SystemTime::now() - Duration::from_secs(seconds);
+    file.set_modified(then).unwrap();
+}
+
+#[test]
+fn an_image_is_not_marked_for_a_disk_that_cannot_be_made_or_while_it_may_be_written() {
+    let linked = Linked::new();
+    let nowhere = linked.disk("missing/one.raw", None);
+    linked.refused(&nowhere, &["does not exist: make it there"]);
+    std::fs::write(linked.here.at("two.raw"), "somebody's").unwrap();
+    let taken = linked.disk("two.raw", None);
+    linked.refused(&taken, &["was not made for this disk"]);
+    let disk = linked.disk("one.raw", None);
+    was_written(&linked.here.at("base"), 2);
+    linked.refused(&disk, &["written less than 10 s ago", "try again"]);
+    assert_eq!(linked.parent(), None);
+    was_written(&linked.here.at("base"), 60);
+    linked.make(&disk).unwrap();
+    // From then on nobody writes it.
+    was_written(&linked.here.at("base"), 0);
+    linked.make(&linked.disk("three.raw", None)).unwrap();
 }
 
 #[test]

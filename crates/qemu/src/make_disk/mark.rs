@@ -24,6 +24,11 @@ pub(super) fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
     format!("{vm}/{}/{gib}/{linked}{from}", disk.name)
 }
 
+/// Whether a mark is of this disk, whatever that was made of.
+pub(super) fn is_of(mark: &[u8], vm: &VmName, disk: &DiskSpec) -> bool {
+    mark.starts_with(format!("{vm}/{}/", disk.name).as_bytes())
+}
+
 /// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it
 /// bears no mark.
 pub fn forget_mark(image: impl AsFd) {

@@ -14,6 +14,7 @@ use crate::user::User;
 use crate::whose::whose;
 use godwit_blockio::label::End;
 use godwit_blockio::{Access, lock_file};
+use godwit_delta::header::is_extent;
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use rustix::fs::{CWD, OFlags, ioctl_ficlone};
@@ -28,8 +29,11 @@ use std::time::Duration;
 /// How long an image is waited for whose last user may have died just now.
 pub(super) const LOCK_WAIT: Duration = Duration::from_millis(500);
 
-/// How long a file is, and when it was written last.
-type Written = (u64, i64, i64);
+/// How long a file is, when it was written last, and when anything of it was changed last, which nobody can set back.
+type Written = (u64, (i64, i64), (i64, i64));
+
+/// What the names of images have that are not whole yet, or that no VM has: of whom they are they do not say.
+const UNFINISHED: [&str; 4] = [".godwit-new", ".godwit-clone", ".arriving-", ".moving-"];
 
 /// A file that was opened, and what it was then.
 #[derive(Debug)]
@@ -84,7 +88,8 @@ fn may_not_read(path: &str, has_it: Option<&ImageRecord>, user: User) -> String 
 
 fn written(file: &File) -> io::Result<Written> {
     let found = file.metadata()?;
-    Ok((found.len(), found.mtime(), found.mtime_nsec()))
+    let written = (found.mtime(), found.mtime_nsec());
+    Ok((found.len(), written, (found.ctime(), found.ctime_nsec())))
 }
 
 /// When it was written is looked at first.
@@ -154,8 +159,12 @@ impl Source {
             }
             Format::Raw => (own, used),
         };
-        match whose(&top.opened.file).filter(|_| top.format != Format::Raw) {
+        let is_raw = top.format == Format::Raw;
+        match whose(&top.opened.file).filter(|_| !is_raw) {
             _ if bytes == 0 => Err(format!("the image {path} is empty")),
+            None if !is_raw && was_made(&top.opened.file) => Err(format!(
+                "the image {path} is not used: it was made to be the disk of a VM, which is raw, and begins as a qcow2 image does: whoever wrote that could have it show other files; make a copy for this with 'qemu-img convert' if it is such an image"
+            )),
             Some(ImageRecord { vm, disk, .. }) => Err(format!(
                 "the image {path} is not used: it says that it is disk '{disk}' of VM '{vm}', which is raw, and begins as a qcow2 image does: its guest may have written that; if it is such an image, 'godwit image release {path}' on this host first"
             )),
@@ -278,7 +287,11 @@ fn open_below(path: &Path, named: &Path, maker: &Maker<'_>) -> Result<Found<Open
     refuse_reserved(&file, path, maker.reserved)?;
     must_be_whole(&file, &path.to_string_lossy())?;
     must_be_nobodys(&file, path)?;
-    looked_at(file).map_err(cannot)
+    let found = looked_at(file).map_err(cannot)?;
+    match is_extent(&found.head) {
+        false => Ok(found),
+        true => Err("it is a part of a disk with snapshots, or of a linked one, which no image may name: make one image of that disk's chain with 'qemu-img convert' while its VM is off".to_owned()),
+    }
 }
 
 /// Who can have a disk made from an image of his is not to read any file of the host by it.
@@ -299,19 +312,30 @@ fn must_be_in_reach(file: &File, named: &Path, maker: &Maker<'_>) -> Result<(), 
 /// The disk of a VM is for a person to name.
 fn must_be_nobodys(file: &File, path: &Path) -> Result<(), String> {
     let path = path.display();
+    let place = place_of_open(file).map_err(|error| error.to_string())?;
+    let name = place.file_name().unwrap_or_default().to_string_lossy();
+    if UNFINISHED.iter().any(|part| name.contains(part)) {
+        return Err(format!(
+            "it is called {name}, as images are that are being made or were left half-made, which no image may name: copy it under another name if it is whole"
+        ));
+    }
     if let Some(ImageRecord { vm, disk, .. }) = whose(file) {
         return Err(format!(
             "it says that it is disk '{disk}' of VM '{vm}', which no image may name: make the disk `from` {path} itself, or, if it is no disk any more, 'godwit image release {path}' on this host first"
         ));
     }
-    let was_made = match borne_by(file) {
-        Ok(mark) => !mark.is_empty(),
-        Err(errno) => errno == Errno::RANGE,
-    };
-    match was_made {
+    match was_made(file) {
         true => Err(format!(
             "it was made to be the disk of a VM, which no image may name: make the disk `from` {path} itself"
         )),
         false => Ok(()),
+    }
+}
+
+/// Whether it bears the mark of having been made for a disk that was not used yet.
+fn was_made(file: &File) -> bool {
+    match borne_by(file) {
+        Ok(mark) => !mark.is_empty(),
+        Err(errno) => errno == Errno::RANGE,
     }
 }

@@ -1,7 +1,7 @@
 //! Disks that are copied for another VM, a clone of this one: as they are while nobody works with them, or as they were at a snapshot.
 //!
-//! What is copied lies beside the clone's places as parts ([`godwit_qemu::make_disk`]), and is nobody's disk before the clone is described. So
-//! a process that dies leaves parts alone, which the next attempt removes. Once all are there they wait for who asked for them, for
+//! What is copied lies beside the clone's places as parts ([`godwit_qemu::make_disk`]), under names that this attempt alone has, and is nobody's disk before
+//! the clone is described. So a process that dies leaves parts alone, which later attempts remove. Once all are there they wait for who asked for them, for
 //! [`UNTAKEN_MAX`]; what nobody takes is removed. Until then the order goes on, so that no disk changes that is copied, and no
 //! older copy is taken for the newest.
 //!
@@ -16,13 +16,13 @@ use crate::adoption::lock;
 use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, reserved};
-use crate::variables::read_whole;
+use crate::variables::{cloned_for, read_whole};
 use godwit_blockio::Chain;
 use godwit_blockio::delta::Delta;
-use godwit_qemu::make_disk::{Maker, Progress};
+use godwit_qemu::make_disk::{Maker, Part, Progress};
 use godwit_qemu::reserved::Reserved;
-use godwit_store::{make_directory, save_json};
-use godwit_types::clones::{CLONED_VARIABLES_FILE, CloneDisks, ClonedVariables, Cloning};
+use godwit_store::{make_directory, remove_document, save_json};
+use godwit_types::clones::{CloneDisks, ClonedVariables, Cloning, cloned_variables_file};
 use godwit_types::control_api::DiskMaking;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -31,6 +31,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,6 +49,8 @@ pub(crate) struct CloneJob {
     changed: Condvar,
     /// Nobody wants it any more.
     is_unwanted: AtomicBool,
+    /// What is copied, until who asked for it has it, or it is removed.
+    parts: Mutex<Vec<Part>>,
 }
 
 #[derive(Debug)]
@@ -97,6 +100,7 @@ impl CloneJob {
             now: Mutex::new(Now::Copies(String::new(), Arc::default())),
             changed: Condvar::new(),
             is_unwanted: AtomicBool::new(false),
+            parts: Mutex::default(),
         }
     }
 
@@ -177,10 +181,11 @@ impl CloneJob {
         }
     }
 
-    /// Copies all of them.
+    /// Copies all of them. `uid`: of the VM that is copied.
     pub(crate) fn copy(
         &self,
         (config, paths): (&VmProcessConfig, &Paths),
+        uid: Option<u32>,
         sources: &[Source],
     ) -> Result<(), ApiError> {
         let reserved = reserved(config);
@@ -199,10 +204,12 @@ impl CloneJob {
                 used: source.used,
             };
             let copied = maker.copy(disk, chain, &progress);
-            copied.map_err(|why| self.refused(config, &format!("disk '{}': {why}", disk.name)))?;
+            let part = copied
+                .map_err(|why| self.refused(config, &format!("disk '{}': {why}", disk.name)))?;
+            lock(&self.parts).push(part);
             reached("clone.copied");
         }
-        let kept = keep_variables(paths, &self.wish.spec);
+        let kept = keep_variables(paths, uid, &self.wish.spec);
         kept.map_err(|error| {
             self.refused(
                 config,
@@ -214,8 +221,14 @@ impl CloneJob {
     }
 
     /// Waits for who asked for what is copied; what nobody wants is removed.
-    pub(crate) fn end(&self, config: &VmProcessConfig, copied: Result<(), ApiError>) {
-        let Err(error) = copied.and_then(|()| self.wait_to_be_taken(config)) else {
+    pub(crate) fn end(
+        &self,
+        (config, paths): (&VmProcessConfig, &Paths),
+        copied: Result<(), ApiError>,
+    ) {
+        let taken = copied.and_then(|()| self.wait_to_be_taken(config));
+        let parts = std::mem::take(&mut *lock(&self.parts));
+        let Err(error) = taken else {
             return;
         };
         let reserved = reserved(config);
@@ -223,11 +236,14 @@ impl CloneJob {
         for disk in self.wish.spec.disks.iter().filter(|disk| disk.is_cloned()) {
             maker.remove_part(disk);
         }
+        drop(parts);
+        forget_variables(paths, &self.wish.spec);
         tracing::info!(%error, "a clone is not made");
         self.set(Now::Failed(Instant::now(), error));
     }
 
     fn wait_to_be_taken(&self, config: &VmProcessConfig) -> Result<(), ApiError> {
+        lock(&self.parts).iter().for_each(Part::is_waited_for);
         self.set(Now::Whole);
         let now = lock(&self.now);
         let waits = |now: &mut Now| matches!(now, Now::Whole) && !self.is_unwanted();
@@ -262,26 +278,50 @@ fn shown(now: &Now) -> Cloning {
     }
 }
 
-/// Those of a clone, until it starts. They are no part of any snapshot.
-fn keep_variables(paths: &Paths, clone: &VmSpec) -> io::Result<()> {
-    let variables = match File::open(paths.variables()) {
-        _ if !clone.has_variables() => return Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        opened => opened?,
+/// Those of a clone, until it starts. They are no part of any snapshot. A VM of this user id that never started has none, unless it is a clone itself.
+fn keep_variables(paths: &Paths, uid: Option<u32>, clone: &VmSpec) -> io::Result<()> {
+    if !clone.has_variables() {
+        return Ok(());
+    }
+    let bytes = match File::open(paths.variables()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            cloned_for(paths, uid).map_err(io::Error::other)?
+        }
+        opened => Some(read_whole(&opened?)?),
+    };
+    let Some(bytes) = bytes else {
+        return Ok(());
     };
     let kept = ClonedVariables {
         uid: clone.uid,
-        bytes: read_whole(&variables)?,
+        bytes,
     };
-    let own = paths.state.with_file_name(clone.name.as_str());
-    let made = make_directory(&own, 0o700);
-    let kept = made.and_then(|()| save_json(&own.join(CLONED_VARIABLES_FILE), &kept));
+    let at = variables_of(paths, clone);
+    let made = make_directory(at.parent().unwrap_or(&at), 0o700);
+    let kept = made.and_then(|()| save_json(&at, &kept));
     kept.map_err(io::Error::other)
+}
+
+/// Where this attempt puts them: its host's agent has them be the clone's once it names its disks.
+fn variables_of(paths: &Paths, clone: &VmSpec) -> PathBuf {
+    let own = paths.state.with_file_name(clone.name.as_str());
+    own.join(cloned_variables_file(clone.attempt()))
+}
+
+/// Of a clone that has no disks of its own another attempt may have written the same file: whoever starts it looks for whom it is.
+fn forget_variables(paths: &Paths, clone: &VmSpec) {
+    let at = variables_of(paths, clone);
+    let is_own = clone.attempt().is_some() && at.symlink_metadata().is_ok();
+    if let Err(error) = is_own.then(|| remove_document(&at)).transpose() {
+        tracing::warn!(%error, "the UEFI variables of a clone that is not made stay");
+    }
 }
 
 impl All<'_> {
     /// Each with the disk of the clone that is to be a copy of it.
-    fn pairs(&self, clone: &VmSpec) -> Result<Vec<(&DiskSpec, DiskSpec)>, ApiError> {
+    fn pairs(&self, wish: &CloneDisks) -> Result<Vec<(&DiskSpec, DiskSpec)>, ApiError> {
+        let clone = &wish.spec;
+        self.must_be_described_so(wish)?;
         let wanted = |name: &str| {
             let mut disks = clone.disks.iter();
             disks.find(|disk| disk.name == name && disk.is_cloned())
@@ -297,9 +337,25 @@ impl All<'_> {
         })
     }
 
+    /// Who asks may know of other images, as after an edit that counts from the next start: these would be a copy of what he does not mean.
+    fn must_be_described_so(&self, wish: &CloneDisks) -> Result<(), ApiError> {
+        let mut specs = self.specs.iter();
+        let other = specs.find_map(|spec| {
+            let path = wish.disks.get(&spec.name)?;
+            (*path != spec.path).then_some((spec, path))
+        });
+        match other {
+            None => Ok(()),
+            Some((spec, path)) => Err(self.not_so(&format!(
+                "disk '{}' is {} there, and {path} by the VM's description, which counts from its next start: start it once, or describe the disk as it is, then clone it",
+                spec.name, spec.path
+            ))),
+        }
+    }
+
     /// As they are. Nobody else may have them open.
-    fn as_they_are(&self, clone: &VmSpec) -> Result<Vec<Source>, ApiError> {
-        let pairs = self.pairs(clone)?.into_iter().map(|(spec, disk)| {
+    fn as_they_are(&self, wish: &CloneDisks) -> Result<Vec<Source>, ApiError> {
+        let pairs = self.pairs(wish)?.into_iter().map(|(spec, disk)| {
             let place = self.place(spec);
             let source = as_it_is(&place, disk);
             source.map_err(|why| self.refused(spec, &why))
@@ -310,12 +366,12 @@ impl All<'_> {
     /// As they were at a snapshot. `at_rest`: nobody has them open.
     fn as_they_were(
         &self,
-        clone: &VmSpec,
+        wish: &CloneDisks,
         name: &SnapshotName,
         at_rest: bool,
     ) -> Result<Vec<Source>, ApiError> {
         self.must_all_have(name)?;
-        let pairs = self.pairs(clone)?.into_iter().map(|(spec, disk)| {
+        let pairs = self.pairs(wish)?.into_iter().map(|(spec, disk)| {
             let place = self.place(spec);
             let source = as_it_was(&place, disk, (name, at_rest));
             source.map_err(|why| self.refused(spec, &why))
@@ -385,16 +441,16 @@ impl AtRest {
     /// Copies the VM's disks, which nobody else has meanwhile unless they are those of a snapshot.
     pub(crate) fn clone_disks(&self, job: &CloneJob) -> Result<(), ApiError> {
         let all = self.all();
-        let (clone, context) = (&job.wish.spec, (&self.config, &self.paths));
+        let (wish, context) = (&job.wish, (&self.config, &self.paths));
         let locked = self.lock_all(&all.specs)?;
-        if let Some(name) = &job.wish.snapshot {
-            let sources = all.as_they_were(clone, name, true)?;
+        if let Some(name) = &wish.snapshot {
+            let sources = all.as_they_were(wish, name, true)?;
             // Its images are frozen: the guest may start.
             drop(locked);
-            return job.copy(context, &sources);
+            return job.copy(context, self.spec.uid, &sources);
         }
-        let sources = all.as_they_are(clone)?;
-        let copied = job.copy(context, &sources);
+        let sources = all.as_they_are(wish)?;
+        let copied = job.copy(context, self.spec.uid, &sources);
         for delta in sources.into_iter().flat_map(|source| source.deltas) {
             if let Err(error) = delta.close() {
                 tracing::warn!(%error, "an image stays open that was only read");
@@ -412,7 +468,7 @@ impl Disks {
         let _one = lock(&served.descriptions);
         let all = served.all();
         match &wish.snapshot {
-            Some(name) => all.as_they_were(&wish.spec, name, false),
+            Some(name) => all.as_they_were(wish, name, false),
             None => Err(all.not_so("its guest works with its disks")),
         }
     }
@@ -421,25 +477,29 @@ impl Disks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_qemu::user::User;
+    use godwit_store::load_json;
     use godwit_types::VmName;
+    use std::collections::BTreeMap;
 
     fn wish(name: &str) -> CloneDisks {
         CloneDisks {
             spec: VmSpec::placeholder(&VmName::new(name).unwrap()),
             snapshot: None,
+            disks: BTreeMap::new(),
         }
     }
 
-    fn config() -> VmProcessConfig {
-        crate::testing::Site::new().config.clone()
+    fn site() -> crate::testing::Site {
+        crate::testing::Site::new()
     }
 
     #[test]
     fn what_is_copied_is_told_once_to_who_asked_for_it() {
         let job = Arc::new(CloneJob::new(wish("web2")));
         assert!(job.is_under_way() && job.is_for(&wish("web2")) && !job.is_for(&wish("web3")));
-        let (ends, config) = (Arc::clone(&job), config());
-        let end = std::thread::spawn(move || ends.end(&config, Ok(())));
+        let (ends, site) = (Arc::clone(&job), site());
+        let end = std::thread::spawn(move || ends.end((&site.config, &site.paths), Ok(())));
         let whole = loop {
             let told = job.ask().unwrap().unwrap();
             if let Some(whole) = told.whole {
@@ -457,9 +517,70 @@ mod tests {
     fn what_is_called_off_is_not_told_as_whole() {
         let job = Arc::new(CloneJob::new(wish("web2")));
         job.stop();
-        job.end(&config(), Ok(()));
+        let site = site();
+        job.end((&site.config, &site.paths), Ok(()));
         let error = job.ask().unwrap_err();
         assert!(error.message.contains("called off"), "{error}");
         assert!(!job.is_under_way());
+    }
+
+    /// It was edited, which counts from the next start.
+    #[test]
+    fn other_images_than_those_of_the_description_are_not_copied() {
+        let site = site();
+        let all = All {
+            config: &site.config,
+            paths: &site.paths,
+            owner: User { uid: 0, gid: 0 },
+            specs: vec![DiskSpec::new("root", "/srv/old.raw")],
+            images: BTreeMap::new(),
+        };
+        let described = |path: &str| CloneDisks {
+            disks: BTreeMap::from([("root".to_owned(), path.to_owned())]),
+            ..wish("web2")
+        };
+        let refused = all.must_be_described_so(&described("/srv/new.raw"));
+        let told = refused.unwrap_err().message;
+        assert!(told.contains("'root' is /srv/old.raw there"), "{told}");
+        assert!(told.contains("start it once"), "{told}");
+        for same in [described("/srv/old.raw"), wish("web2")] {
+            assert!(all.must_be_described_so(&same).is_ok());
+        }
+        assert!(all.pairs(&described("/srv/new.raw")).is_err());
+    }
+
+    #[test]
+    fn the_uefi_variables_of_two_attempts_are_two_files_and_go_with_their_own() {
+        let site = site();
+        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nhardware = 3\nfirmware = \"uefi\"\n[[disk]]\nname = \"root\"\npath = \"/srv/web-root.raw\"\n";
+        let web = VmSpec::from_toml(text).unwrap();
+        let clone = |digit: &str| {
+            let new = VmName::new("web2").unwrap();
+            web.cloned_as(&new, &digit.repeat(32)).unwrap()
+        };
+        std::fs::write(site.paths.variables(), "first").unwrap();
+        keep_variables(&site.paths, None, &clone("1")).unwrap();
+        std::fs::write(site.paths.variables(), "other").unwrap();
+        keep_variables(&site.paths, None, &clone("2")).unwrap();
+        let kept = |digit: &str| {
+            let at = variables_of(&site.paths, &clone(digit));
+            let kept: Option<ClonedVariables> = load_json(&at).unwrap();
+            kept.map(|kept| kept.bytes)
+        };
+        assert_eq!(kept("1").as_deref(), Some(&b"first"[..]));
+        forget_variables(&site.paths, &clone("1"));
+        assert_eq!(kept("1"), None);
+        assert_eq!(kept("2").as_deref(), Some(&b"other"[..]));
+        // A clone that never started has what it is to begin with, and nothing of another VM of its name.
+        std::fs::remove_file(site.paths.variables()).unwrap();
+        let own = ClonedVariables {
+            uid: Some(7),
+            bytes: b"third".to_vec(),
+        };
+        save_json(&site.paths.cloned_variables(), &own).unwrap();
+        keep_variables(&site.paths, Some(8), &clone("3")).unwrap();
+        assert_eq!(kept("3"), None);
+        keep_variables(&site.paths, Some(7), &clone("3")).unwrap();
+        assert_eq!(kept("3").as_deref(), Some(&b"third"[..]));
     }
 }

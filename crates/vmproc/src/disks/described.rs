@@ -196,6 +196,12 @@ impl Place<'_> {
         let described = images.images.get(own);
         // In that of a linked disk is nothing.
         let is_linked = described.is_none() && images.common().is_some();
+        let strange = images.common().and_then(|_| images.not_called_after(own));
+        if let Some(name) = strange {
+            return Err(told(format!(
+                "the image {own} is linked to another one, and its part {name} is called after another image, whose disk that belongs to: a linked disk is neither copied nor renamed by hand, since both would write to one file; clone its VM ('godwit vm clone'), or let the files have the names again that they had"
+            )));
+        }
         match is_linked || described.is_some_and(is_own) {
             true => Ok(Some(images)),
             false => Err(told(format!(

@@ -238,16 +238,18 @@ impl Place<'_> {
         let Some(common) = images.common() else {
             return Ok(lowest);
         };
-        let image = self.open_common(common, images.bytes, patience)?;
+        let reader = lock_name(self.config, self.spec);
+        let image = self.open_common(common, images.bytes, (&reader, patience))?;
         lowest.over(image).map_err(|error| error.to_string())
     }
 
-    /// What lies below all deltas: the disk's own image, which is given, or what it is linked to.
+    /// What lies below all deltas: the disk's own image, which is given, or what it is linked to, which its guest may have open meanwhile.
     pub fn below_all(&self, images: &Images, own: File) -> Result<File, String> {
         let Some(common) = images.common() else {
             return Ok(own);
         };
-        let image = self.open_common(common, images.bytes, LOCK_WAIT)?;
+        let reader = format!("{}/clone", lock_name(self.config, self.spec));
+        let image = self.open_common(common, images.bytes, (&reader, LOCK_WAIT))?;
         let file = image.as_fd().try_clone_to_owned();
         file.map(File::from).map_err(|error| error.to_string())
     }
@@ -257,7 +259,7 @@ impl Place<'_> {
         &self,
         Common { path, id }: Common<'_>,
         bytes: u64,
-        patience: Duration,
+        (reader, patience): (&str, Duration),
     ) -> Result<DiskImage, String> {
         let linked = format!("disk '{}' is linked to the image {path}", self.spec.name);
         let spec = DiskSpec {
@@ -279,8 +281,7 @@ impl Place<'_> {
         let told = |error: godwit_blockio::Error| format!("{linked}: {error}");
         let image = DiskImage::of(file, Path::new(path), Access::ReadOnly, BLOCK);
         let mut image = image.map_err(told)?;
-        let reader = lock_name(self.config, self.spec);
-        image.lock(&reader, patience).map_err(told)?;
+        image.lock(reader, patience).map_err(told)?;
         match image.bytes() == bytes {
             true => Ok(image),
             false => Err(format!(

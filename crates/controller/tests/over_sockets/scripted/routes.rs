@@ -28,7 +28,7 @@ use godwit_types::migration::{
 use godwit_types::site::{
     Claim, GiftOvertaken, STAMP_HEADER, SiteHeard, SiteUpdate, Stamp, SurveyAnswer, SurveyRequest,
 };
-use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId, PortGroup, VmName};
 
 fn note(shared: &Shared, call: String) {
@@ -449,6 +449,20 @@ async fn clone_disks(
     Ok(Json(Cloning { making, whole }))
 }
 
+/// One that has begun goes on until it is asked for again.
+async fn cloning(State(s): State<Shared>, PathParam(_): Name) -> Json<Cloning> {
+    let goes_on = script(&s).cloning.is_some();
+    let making = goes_on.then(|| DiskMaking {
+        disk: "root".into(),
+        done_bytes: 1,
+        total_bytes: 2,
+    });
+    Json(Cloning {
+        making,
+        whole: None,
+    })
+}
+
 /// What the guest wrote behind that place, and that it is gone.
 async fn console_events(State(s): State<Shared>, RawQuery(query): RawQuery) -> Response {
     let query = ConsoleQuery::parse(query.as_deref().unwrap_or_default()).unwrap();
@@ -475,7 +489,11 @@ pub fn router(shared: Shared) -> Router {
         .route(path::START, post(start))
         .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { note(&s, format!("asked to stop {name}")); hold(&s, "stop").await; set(&s, &name, VmState::Stopped) }))
         .route(path::DISKS, post(make_disks))
-        .route(path::CLONE, post(clone_disks))
+        .route(path::CLONE, post(clone_disks).get(cloning))
+        .route(path::FORGET_CLONE, post(|State(s): S, PathParam(name): Name, JsonBody(spec): JsonBody<VmSpec>| async move {
+            note(&s, format!("forget parts {name} {}", spec.attempt().is_some()));
+            fine()
+        }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
