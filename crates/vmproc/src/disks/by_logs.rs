@@ -12,6 +12,7 @@ use super::in_place::limit;
 use super::last_log::LastLog;
 use super::layers::OwnedPlace;
 use super::moving::holes;
+use super::parts::Parts;
 use super::served::Served;
 use super::switching::{Going, Stopped};
 use crate::adoption::lock;
@@ -416,6 +417,7 @@ impl ByLogs<'_> {
         // While nobody else may write it: all that the disk consists of is in the copy then.
         self.look_at_images()?;
         self.must_leave_room()?;
+        let logs = self.place.get().parts_of_logs(&self.images)?;
         let last = LastLog {
             place: self.place.clone(),
             images: self.images.clone(),
@@ -450,7 +452,7 @@ impl ByLogs<'_> {
             return Err(why.into());
         }
         served.must_be_mirrored(self.index, &disk)?;
-        let recorded = self.record(going, standing, copy);
+        let recorded = self.record(going, standing, (logs, copy));
         self.held += began.elapsed();
         recorded.map(|()| true)
     }
@@ -471,16 +473,14 @@ impl ByLogs<'_> {
         &self,
         going: &Going<'_>,
         standing: Standing<'_>,
-        copy: &mut Option<Image>,
+        (logs, copy): (Parts, &mut Option<Image>),
     ) -> Result<(), Stopped> {
         let served = self.served;
-        let files = self.place.get().files(&self.images).into_iter();
-        let layers = files.map(|file| file.to_string_lossy().into_owned());
         let what = served.what();
         let known = served.known_of(&what, self.name());
         let before = (what, known);
         served.moves.is_switching.store(true, Ordering::SeqCst);
-        let written = served.write_switch(going, None, layers.collect());
+        let written = served.write_switch(going, None, Some(logs));
         let recorded = match written {
             Ok(()) => {
                 reached("redo.recorded");
@@ -514,6 +514,7 @@ impl ByLogs<'_> {
         match changed {
             Ok(()) => {
                 drop(standing);
+                self.place.get().forget_maps(&self.images);
                 reached("redo.switched");
             }
             Err(why) => {

@@ -8,21 +8,22 @@
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
 use super::layers::{Place, descriptor_name, extent_name, id_of};
+use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::All;
 use super::switching::Stopped;
 use crate::adoption::lock;
 use crate::faults::reached;
+use godwit_blockio::delta::forget_map;
 use godwit_qemu::disk::must_be_free;
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::{Image, Images, Kind};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
-use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -37,6 +38,16 @@ pub(super) struct RedoLog {
     /// and its name in the disk's description then.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
+}
+
+impl RedoLog {
+    /// Whether it is among these, which go with the former image of a disk of this name, or lies beside that.
+    pub fn goes_with(&self, disk: &str, parts: &Parts) -> bool {
+        let extent = Path::new(&self.directory).join(extent_name(&self.name));
+        let mut files = parts.files.iter();
+        let is_noted = self.name.is_empty() || files.any(|part| Path::new(&part.path) == extent);
+        self.disk == disk && is_noted
+    }
 }
 
 /// The logs of a disk that moves.
@@ -89,7 +100,9 @@ impl Logs {
                 None => lies_at.is_none(),
             }
         };
-        let is_all = images.snapshots.is_empty() && images.images.len() == chain.len() + 1;
+        let is_all = images.snapshots.is_empty()
+            && images.leaving.is_empty()
+            && images.images.len() == chain.len() + 1;
         let are_so_many = chain.len() == logs as usize;
         is_own && is_all && are_so_many && (1..).zip(&chain).all(is_log)
     }
@@ -245,24 +258,29 @@ impl Served {
     }
 }
 
+fn deltas(images: &Images) -> impl Iterator<Item = (&String, &Image)> {
+    let all = images.images.iter();
+    all.filter(|(_, image)| image.kind == Kind::Delta)
+}
+
 impl Place<'_> {
-    /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
-    pub fn files(&self, images: &Images) -> Vec<PathBuf> {
-        let described = images.images.iter();
-        let described = described.filter(|(_, image)| image.kind == Kind::Delta);
-        let deltas = described
-            .map(|(name, image)| (name, &image.id))
-            .chain(&images.leaving)
-            .filter_map(|(name, id)| Some((name, id.as_deref()?)));
-        let mut files = Vec::new();
-        for (name, id) in deltas {
-            files.extend([self.descriptor(images, name), self.extent(images, name)]);
-            files.extend(id_of(id).map(|id| self.map_of(id)));
+    /// What lies over the disk's own image, and is of no use without it, each of which bears the number that is described.
+    pub fn parts_of_logs(&self, images: &Images) -> Result<Parts, String> {
+        let parts = self.parts_of(images)?;
+        for (name, _) in deltas(images) {
+            self.is_frozen(images, name)?;
         }
-        let own = self.path().file_name().and_then(|name| name.to_str());
-        files.extend(own.map(|own| self.path().with_file_name(descriptor_name(own))));
-        files.push(description_of(self.path()));
-        files
+        Ok(parts)
+    }
+
+    /// They lie over a disk no more.
+    pub fn forget_maps(&self, images: &Images) {
+        for (_, image) in deltas(images) {
+            if let Some(id) = image.id.as_deref().and_then(id_of) {
+                // It is gone with the next boot of the host.
+                let _ = forget_map(&self.map_of(id));
+            }
+        }
     }
 
     /// Removes a log that is not described. Returns whether it is, or stays for now.
