@@ -22,10 +22,12 @@ pub enum Tidying {
 }
 
 impl Images {
-    /// The next image that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its name.
+    /// The next image that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its name. What has all of the disk is
+    /// before deltas: it has room of its own for most of what is above it, also where its file system has none.
     pub fn unneeded(&self, bytes_of: impl Fn(&str) -> u64) -> Option<Tidying> {
-        let mut images = self.images.iter();
-        images.find_map(|(name, image)| {
+        let all = self.images.iter();
+        let (raw, others): (Vec<_>, Vec<_>) = all.partition(|(_, image)| image.kind == Kind::Raw);
+        raw.into_iter().chain(others).find_map(|(name, image)| {
             let is_needed = *name == self.top || self.is_of_a_snapshot(name);
             let above: Vec<&String> = self.above(name).collect();
             let is_common = image.common && !planted("common-layer-written");

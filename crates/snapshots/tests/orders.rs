@@ -1,6 +1,6 @@
 //! What is refused, and what is known of a disk from its description alone.
 
-use godwit_snapshots::{CHAIN_MAX, Fresh, Images, Snapshot};
+use godwit_snapshots::{CHAIN_MAX, Fresh, Images, Snapshot, Tidying};
 use godwit_types::{SnapshotName, VmName};
 
 fn named(name: &str) -> SnapshotName {
@@ -81,4 +81,27 @@ fn a_snapshot_counts_as_quiesced_only_once_that_is_said_of_it() {
     let said = images.taken(&named("second"), true);
     let quiesced = |name| said.snapshot(&named(name)).unwrap().quiesced;
     assert_eq!((quiesced("first"), quiesced("second")), (false, true));
+}
+
+/// Logs of a move that failed, whose names are those of the new image.
+#[test]
+fn what_lies_over_the_own_image_comes_down_into_it_first() {
+    let mut images = one();
+    for number in 1..=3 {
+        let name = Images::name_of("new.raw.moving-1", number);
+        let id = format!("{number:032x}");
+        let elsewhere = Some("/srv/fast".to_owned());
+        images = images
+            .freeze(&Fresh {
+                name,
+                id,
+                elsewhere,
+            })
+            .unwrap();
+    }
+    let down = Tidying::Down {
+        image: "root.raw".to_owned(),
+        above: "new.raw.moving-1.d1".to_owned(),
+    };
+    assert_eq!(images.unneeded(|_| 0), Some(down));
 }

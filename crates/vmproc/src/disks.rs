@@ -28,6 +28,7 @@ mod in_place;
 mod keeping;
 mod kept;
 mod labelled;
+mod last_log;
 mod layers;
 mod leaving;
 mod left;

@@ -113,7 +113,7 @@ impl Vm {
         }
         let disk = disks.shared_with_snapshots()?;
         Some(format!(
-            "disk '{disk}' of VM '{vm}' is on shared storage and has snapshots, or images of deleted ones that are not merged yet, and those do not change hands yet: delete its snapshots first ('godwit vm snapshot list {vm}')"
+            "disk '{disk}' of VM '{vm}' is on shared storage and has snapshots, or images of deleted ones or redo logs of a failed move that are not merged yet, and those do not change hands yet: delete its snapshots first, if it has any ('godwit vm snapshot list {vm}' tells when all is merged, and why it is not)"
         ))
     }
 

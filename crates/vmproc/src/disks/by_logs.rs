@@ -9,16 +9,17 @@
 //! that are in use would have no room, and to hold a guest for longer than its limit as far as that is known beforehand.
 
 use super::in_place::limit;
+use super::last_log::LastLog;
 use super::layers::OwnedPlace;
 use super::moving::holes;
+use super::parts::Parts;
 use super::served::Served;
-use super::switching::{Going, Stopped, length_of};
+use super::switching::{Going, Stopped};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Target, merge as merge_images};
 use godwit_blockio::filters::{Pace, WaitTimes};
 use godwit_blockio::{Arriving, Frozen, Image};
-use godwit_qemu::disk::identity_of;
 use godwit_redo::{Redo, Step, Work};
 use godwit_snapshots::{Images, Kind};
 use godwit_types::bytes_per_s;
@@ -28,7 +29,7 @@ use godwit_vhost::{Disk, Standing};
 use rustix::fs::{fstat, fstatvfs};
 use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -88,8 +89,7 @@ impl Served {
         let bytes = disk.measure()?;
         let place = self.all().place(&going.spec).owned();
         let own = disk.lend_image()?;
-        let images = place.get().load_of(own.as_fd())?;
-        let images = images.ok_or("its first redo log is not described any more")?;
+        let images = self.logged(&place.get(), own.as_fd(), 1)?;
         let former = self.seen_along(&going.spec, going.image);
         let image = self.make_second(going, bytes)?;
         let filled = Arriving::of(&image)?;
@@ -135,6 +135,15 @@ impl Served {
         moved?;
         self.say_taken(going);
         Ok(by_logs.held)
+    }
+}
+
+/// Whatever becomes of its move, its guest is as fast as it may be.
+impl Drop for ByLogs<'_> {
+    fn drop(&mut self) {
+        if let Some(gauge) = self.served.gauges.get(self.index) {
+            gauge.slow(None);
+        }
     }
 }
 
@@ -185,8 +194,8 @@ impl ByLogs<'_> {
     }
 
     fn look_at_images(&mut self) -> Result<(), Stopped> {
-        let images = self.place.get().load_of(self.own.as_fd())?;
-        self.images = images.ok_or("its redo logs are not described any more")?;
+        let (place, logs) = (self.place.get(), self.redo.logs());
+        self.images = self.served.logged(&place, self.own.as_fd(), logs)?;
         Ok(())
     }
 
@@ -255,7 +264,7 @@ impl ByLogs<'_> {
         let name = log_of(&self.images, log);
         let name = name.ok_or("one of its redo logs is not described any more")?;
         let (bytes, began) = (self.bytes_of(&name)?, self.begin());
-        let copied = self.merge(&name, None)?;
+        let copied = self.merge(&name)?;
         let copied = copied.ok_or("one of its redo logs was not consolidated to its end")?;
         reached("redo.consolidated");
         let work = Work {
@@ -301,27 +310,18 @@ impl ByLogs<'_> {
         );
     }
 
-    /// Brings a log into the copy, durably, at the latest until then: who is waited for by its guest keeps no cap. Returns the bytes that were copied; nothing where
-    /// that took too long.
-    fn merge(&mut self, name: &str, until: Option<Instant>) -> Result<Option<u64>, Stopped> {
+    /// Brings a log that is frozen into the copy, durably. Returns the bytes that were copied.
+    fn merge(&mut self, name: &str) -> Result<Option<u64>, Stopped> {
         let from = self.place.get().open_unlocked(&self.images, name)?;
         let (copy, bytes) = (self.copy.try_clone()?, self.bytes_of(name)?);
         let (mut before, mut stopped) = (0, None);
         let into = Target::Raw(copy.as_fd(), self.bytes);
         let merged = merge_images(&from, into, false, |done| {
             let now = done.copied + done.zeroed;
-            let piece = match until {
-                None => now - before,
-                Some(_) => 0,
-            };
+            let piece = now - before;
             (before, self.left) = (now, bytes.saturating_sub(now));
-            match self.goes_on(piece) {
-                Ok(()) => until.is_none_or(|until| Instant::now() < until),
-                Err(why) => {
-                    stopped = Some(why);
-                    false
-                }
-            }
+            stopped = self.goes_on(piece).err();
+            stopped.is_none()
         });
         match stopped {
             Some(why) => Err(why),
@@ -356,18 +356,19 @@ impl ByLogs<'_> {
 
     /// The new image and the logs leave the same room to others as every image that is filled.
     fn must_leave_room(&self) -> Result<(), Stopped> {
-        let found = fstatvfs(&self.copy)?;
-        let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
-        let free = of(found.f_bavail);
-        match room_for_images(of(found.f_blocks), free) {
-            0 => {
-                let mib = free >> 20;
-                let why = format!(
-                    "the file system of its new image and its redo logs has {mib} MiB left, which are for disks that are in use: make room there"
-                );
-                Err(why.into())
-            }
-            _ => Ok(()),
+        must_have_room(
+            &self.copy,
+            "its new image and its redo logs has",
+            "make room there",
+        )?;
+        // What the guest writes goes there, and nothing else of the move.
+        match self.images.elsewhere.contains_key(&self.images.top) {
+            true => Ok(()),
+            false => must_have_room(
+                &self.own,
+                "its image and its first redo log has",
+                "make room there, or leave out --first-log",
+            ),
         }
     }
 
@@ -413,6 +414,16 @@ impl ByLogs<'_> {
             return Ok(self.not_yet(Duration::ZERO));
         };
         self.must_go_on()?;
+        // While nobody else may write it: all that the disk consists of is in the copy then.
+        self.look_at_images()?;
+        self.must_leave_room()?;
+        let logs = self.place.get().parts_of_logs(&self.images)?;
+        let last = LastLog {
+            place: self.place.clone(),
+            images: self.images.clone(),
+            copy: self.copy.try_clone()?,
+            path: PathBuf::from(&going.place.path),
+        };
         let (disk, began) = (Arc::clone(&self.disk), Instant::now());
         let Ok(standing) = disk.stand_still(STAND_WAIT) else {
             return Ok(self.not_yet(began.elapsed()));
@@ -421,26 +432,27 @@ impl ByLogs<'_> {
         self.redo.done();
         standing.settle()?;
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
-        let top = self.images.top.clone();
-        let in_time = Instant::now() < until && self.merge(&top, Some(until))?.is_some();
+        let found = match Instant::now() < until {
+            true => last.consolidate(until, || self.must_go_on())?,
+            false => None,
+        };
         // Whoever calls it off while the guest is held is heard, too.
         self.must_go_on()?;
-        if !in_time {
+        let Some(found) = found else {
             drop(standing);
             return Ok(self.not_yet(began.elapsed()));
-        }
+        };
         self.redo.done();
         reached("redo.last");
-        let path = Path::new(&going.place.path);
-        if identity_of(path)? != going.copying.image || length_of(path)? != self.bytes {
-            let path = path.display();
+        if found.image != going.copying.image || found.bytes != self.bytes {
+            let path = &going.place.path;
             let why = format!(
                 "{path} is not the image any more that was made there: see who may write into that directory"
             );
             return Err(why.into());
         }
         served.must_be_mirrored(self.index, &disk)?;
-        let recorded = self.record(going, standing, copy);
+        let recorded = self.record(going, standing, (logs, copy));
         self.held += began.elapsed();
         recorded.map(|()| true)
     }
@@ -461,16 +473,14 @@ impl ByLogs<'_> {
         &self,
         going: &Going<'_>,
         standing: Standing<'_>,
-        copy: &mut Option<Image>,
+        (logs, copy): (Parts, &mut Option<Image>),
     ) -> Result<(), Stopped> {
         let served = self.served;
-        let files = self.place.get().files(&self.images).into_iter();
-        let layers = files.map(|file| file.to_string_lossy().into_owned());
         let what = served.what();
         let known = served.known_of(&what, self.name());
         let before = (what, known);
         served.moves.is_switching.store(true, Ordering::SeqCst);
-        let written = served.write_switch(going, None, layers.collect());
+        let written = served.write_switch(going, None, Some(logs));
         let recorded = match written {
             Ok(()) => {
                 reached("redo.recorded");
@@ -504,6 +514,7 @@ impl ByLogs<'_> {
         match changed {
             Ok(()) => {
                 drop(standing);
+                self.place.get().forget_maps(&self.images);
                 reached("redo.switched");
             }
             Err(why) => {
@@ -512,6 +523,23 @@ impl ByLogs<'_> {
                 self.served.serve_anew(going, &why);
             }
         }
+    }
+}
+
+/// Refuses to take what is for disks that are in use.
+fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
+    let found = fstatvfs(file)?;
+    let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
+    let free = of(found.f_bavail);
+    match room_for_images(of(found.f_blocks), free) {
+        0 => {
+            let mib = free >> 20;
+            let why = format!(
+                "the file system of {whose} {mib} MiB left, which are for disks that are in use: {way_out}"
+            );
+            Err(why.into())
+        }
+        _ => Ok(()),
     }
 }
 

@@ -44,7 +44,6 @@ pub(super) fn note(paths: &Paths, what: &ServedDisks, went_along: bool) {
             known: None,
             part: None,
             followed: true,
-            layers: Vec::new(),
         }));
     }
     devices.retain(|left| is_device(left.image));

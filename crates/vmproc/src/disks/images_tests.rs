@@ -239,7 +239,6 @@ fn what_is_noted_of_a_vm_that_is_deleted_turns_no_later_vm_s_disk_back() {
         known: None,
         part: None,
         followed: true,
-        layers: Vec::new(),
     }];
     save_json(&left.paths.disks(), &left.what).unwrap();
     drop(left.open(Phase::Absent));

@@ -259,7 +259,7 @@ impl Served {
         self.keep_moves();
         let mut stopped = None;
         let mut begun = self.begin_logs(places);
-        for place in places {
+        for (number, place) in (1..).zip(places) {
             let ended = match &stopped {
                 None => match std::mem::replace(&mut begun, Ok(())) {
                     Ok(()) => self.move_one(place, changed),
@@ -268,6 +268,10 @@ impl Served {
                 Some(DiskMoveState::Cancelled) => Err(Stopped::Cancelled),
                 Some(_) => Err("the one before it could not be moved".into()),
             };
+            // Whoever hears that the last one has ended may order others to move, whose logs are theirs.
+            if number == places.len() {
+                self.end_logs(places);
+            }
             self.ends(&place.disk, &ended);
             stopped = match ended {
                 Ok(_) => stopped,
@@ -275,7 +279,6 @@ impl Served {
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
         }
-        self.end_logs();
         let _ = self.has_ended.load(Ordering::SeqCst).then(changed);
     }
 

@@ -427,7 +427,6 @@ fn a_full_state_directory_keeps_no_disk_from_its_guest_where_nothing_is_to_be_wr
         known: None,
         part: None,
         followed: true,
-        layers: Vec::new(),
     }];
     let served = Served::new(&site.config, &site.paths, what, &Arc::new(ram), None);
     let next = format!("{}.new", site.paths.disks().display());
@@ -539,8 +538,7 @@ fn disks_move_by_snapshots_and_leave_nothing_where_they_were() {
         assert!(TwoDisks::content(two.fast.path()) == before);
         let served = &disks.0;
         assert!(lock(&served.layered).is_empty() && lock(&served.by_logs).is_empty());
-        // What is noted of logs is forgotten with the next look.
-        served.clean();
+        // What is noted of logs is forgotten with the disk's former image.
         assert_eq!(served.what().logs, []);
         disks.end();
     }

@@ -69,9 +69,6 @@ pub(super) struct Left {
     /// What else belongs to it.
     #[serde(default, skip_serializing_if = "Parts::is_none")]
     pub parts: Parts,
-    /// Files that lay over it, with what describes them: they are of no use without it.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub layers: Vec<String>,
     /// Whether the VM's description says where the disk is now.
     #[serde(default)]
     pub followed: bool,
@@ -314,6 +311,15 @@ pub(super) fn remove_left(what: &mut ServedDisks) {
     });
 }
 
+/// Whether another file has its place: one that is gone has none.
+fn is_another(former: &Former<'_>) -> bool {
+    let looked = Entry::looked_at(former.path).and_then(|(found, entry)| match found {
+        Found::Nothing => Ok(false),
+        found => Ok(former.compare(found, &entry)? == Is::Another),
+    });
+    looked.unwrap_or(false)
+}
+
 /// Whether a disk has the image that is noted as its own; what has no label is not compared.
 fn has_image(what: &ServedDisks, (disk, image): (&DiskSpec, (u64, u64))) -> bool {
     let is_silent = is_device(image) && !what.is_labelled(&disk.path);
@@ -343,22 +349,12 @@ impl Left {
     fn remove(&self) -> bool {
         let former = self.former();
         // What lay over that of a linked disk says its description; what is noted is described no more, or is known by what it says.
-        let is_bare = match (self.parts.is_none(), self.layers.is_empty()) {
-            (false, _) => self.parts.remove(former.path),
-            (true, true) => remove_above(&former),
-            (true, false) => self.remove_layers(&former),
+        let is_bare = match self.parts.is_none() {
+            true => remove_above(&former),
+            // What is noted may be an older copy, and be of use to whoever put another image there.
+            false => is_another(&former) || self.parts.remove(former.path),
         };
         is_bare && former.remove()
-    }
-
-    fn remove_layers(&self, former: &Former<'_>) -> bool {
-        let beside = former.path.parent();
-        // What has a name beside another image may be that one's; in another directory no other disk has it.
-        let is_it = former.look().is_ok_and(|is| is == Is::It);
-        let is_ours = |file: &&String| is_it || Path::new(file.as_str()).parent() != beside;
-        let of_it = self.layers.iter().filter(is_ours);
-        let gone: Vec<bool> = of_it.map(|file| remove(Path::new(file))).collect();
-        gone.iter().all(|gone| *gone)
     }
 
     fn former(&self) -> Former<'_> {
@@ -430,7 +426,6 @@ impl Copying {
             known: self.known.clone(),
             part: None,
             followed: true,
-            layers: Vec::new(),
         });
         Some(left.into())
     }
@@ -446,7 +441,6 @@ impl Copying {
             known: self.known.clone(),
             part: Some(labelled::name_in(&self.beside)),
             followed: true,
-            layers: Vec::new(),
         }
     }
 

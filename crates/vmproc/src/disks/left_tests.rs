@@ -5,6 +5,9 @@ use super::*;
 use crate::testing::Site;
 use godwit_qemu::disk::identity_of;
 
+#[path = "left_logs_tests.rs"]
+mod logs;
+
 struct Dead {
     _site: Site,
     paths: Paths,
@@ -73,7 +76,6 @@ impl Dead {
             known: None,
             part: None,
             followed: false,
-            layers: Vec::new(),
         }
     }
 
@@ -213,35 +215,6 @@ fn a_file_that_took_the_place_of_a_former_image_stays() {
     assert_eq!(dead.settled(), (vec!["new".into(), "old".into()], new));
 }
 
-/// Redo logs of a disk that has moved, and what described them.
-#[test]
-fn what_lay_over_a_former_image_goes_with_it_and_never_for_another_in_its_place() {
-    let there = tempfile::tempdir_in("/var/tmp").unwrap();
-    for is_it in [true, false] {
-        let log = there.path().join("log");
-        std::fs::write(&log, "log").unwrap();
-        let mut dead = Dead::with(&["old", "old.images", "new"], |dead, what| {
-            let left = dead.left("old");
-            what.left = vec![Left {
-                image: (left.image.0, left.image.1 + u64::from(!is_it)),
-                layers: vec![dead.path("old.images"), log.to_str().unwrap().into()],
-                ..left
-            }];
-            what.disks[0].path = dead.path("new");
-            what.images = vec![dead.identity("new")];
-        });
-        let stays: &[&str] = match is_it {
-            true => &["new"],
-            false => &["new", "old", "old.images"],
-        };
-        assert_eq!(dead.settled().0, stays);
-        assert!(
-            !log.exists(),
-            "in another directory nothing else has its name"
-        );
-    }
-}
-
 #[test]
 fn a_disk_that_was_described_otherwise_since_is_left_as_described() {
     let mut dead = Dead::with(&["old", "new"], |dead, what| {
@@ -285,7 +258,6 @@ fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_note
         what.left = vec![Left {
             part: None,
             followed: true,
-            layers: Vec::new(),
             ..dead.left("old")
         }];
         what.disks[0].path = dead.path("new");
@@ -377,7 +349,6 @@ fn what_lies_on_storage_that_is_not_mounted_stays_noted_and_keeps_no_disk_from_m
             image: elsewhere,
             part: None,
             followed: true,
-            layers: Vec::new(),
             ..dead.left("former")
         }];
     });

@@ -51,7 +51,7 @@ impl Served {
         let images = self.all().place(spec).load()?;
         match images.common() {
             None if method == Method::Snapshot && !images.is_one_raw() => {
-                Err("it has snapshots, or images of deleted ones that are not merged yet, and redo logs take none along: leave out --method".to_owned())
+                Err("it has snapshots, or images of deleted ones or redo logs of a move that failed that are not merged yet, and redo logs take none along: leave out --method, or see to what 'godwit vm snapshot list' tells".to_owned())
             }
             None => Ok(false),
             Some(common) if !images.is_linked_only() => Err(stays_over(common.path)),

@@ -8,20 +8,22 @@
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
 use super::layers::{Place, descriptor_name, extent_name, id_of};
+use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::All;
 use super::switching::Stopped;
 use crate::adoption::lock;
 use crate::faults::reached;
+use godwit_blockio::delta::forget_map;
 use godwit_qemu::disk::must_be_free;
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::{Image, Images, Kind};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
-use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -36,6 +38,16 @@ pub(super) struct RedoLog {
     /// and its name in the disk's description then.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
+}
+
+impl RedoLog {
+    /// Whether it is among these, which go with the former image of a disk of this name, or lies beside that.
+    pub fn goes_with(&self, disk: &str, parts: &Parts) -> bool {
+        let extent = Path::new(&self.directory).join(extent_name(&self.name));
+        let mut files = parts.files.iter();
+        let is_noted = self.name.is_empty() || files.any(|part| Path::new(&part.path) == extent);
+        self.disk == disk && is_noted
+    }
 }
 
 /// The logs of a disk that moves.
@@ -74,6 +86,25 @@ impl Logs {
         let beside_former = number <= 1 && self.first == FirstLog::Source;
         let name = Images::name_of(&self.stem, number.into());
         (!beside_former).then(|| (self.directory.clone(), name))
+    }
+
+    /// Whether the disk whose own image has this name consists of that and so many of these, in their order, and of nothing else.
+    fn are_all_of(&self, images: &Images, own: &str, logs: u32) -> bool {
+        let mut chain = images.chain(&images.top);
+        let is_own = chain.pop() == Some(own);
+        chain.reverse();
+        let is_log = |(number, name): (u32, &&str)| {
+            let lies_at = images.elsewhere.get(*name);
+            match self.place_of(number) {
+                Some((directory, log)) => **name == *log && lies_at == Some(&directory),
+                None => lies_at.is_none(),
+            }
+        };
+        let is_all = images.snapshots.is_empty()
+            && images.leaving.is_empty()
+            && images.images.len() == chain.len() + 1;
+        let are_so_many = chain.len() == logs as usize;
+        is_own && is_all && are_so_many && (1..).zip(&chain).all(is_log)
     }
 }
 
@@ -120,19 +151,41 @@ impl Served {
             logs.insert(place.disk.clone(), Logs::of(place, moment)?);
         }
         // From here on nothing of them is tidied.
-        *lock(&self.by_logs) = logs;
+        lock(&self.by_logs).extend(logs);
         let names: Vec<&str> = by_logs.iter().map(|place| place.disk.as_str()).collect();
         self.put_logs(&names, 1)
     }
 
-    /// They move no more: what they consist of is tidied, and their guest is as fast as it may be.
-    pub(super) fn end_logs(self: &Arc<Self>) {
-        let ended = std::mem::take(&mut *lock(&self.by_logs));
-        if ended.is_empty() {
-            return;
+    /// These move no more, and those of them that moved by logs are tidied.
+    pub(super) fn end_logs(self: &Arc<Self>, places: &[DiskPlace]) {
+        let mut by_logs = lock(&self.by_logs);
+        let known = by_logs.len();
+        by_logs.retain(|disk, _| places.iter().all(|place| place.disk != *disk));
+        let ended = by_logs.len() < known;
+        drop(by_logs);
+        if ended {
+            self.tidying_is_due();
         }
-        self.gauges.iter().for_each(|gauge| gauge.slow(None));
-        self.tidying_is_due();
+    }
+
+    /// What a disk consists of that moves by logs; refused where that is not its own image and so many logs of its move alone.
+    pub(super) fn logged(
+        &self,
+        place: &Place<'_>,
+        own: BorrowedFd<'_>,
+        logs: u32,
+    ) -> Result<Images, String> {
+        let images = place.load_of(own)?;
+        let images = images.ok_or("its redo logs are not described any more")?;
+        let file = place.file_name()?;
+        let by_logs = lock(&self.by_logs);
+        let known = by_logs.get(&place.spec.name);
+        match known.is_some_and(|known| known.are_all_of(&images, file, logs)) {
+            true => Ok(images),
+            false => Err(format!(
+                "it does not consist of its image and {logs} redo logs of this move alone any more: see the log of the VM process, and try again once 'godwit vm snapshot list' tells of nothing that is left to be merged"
+            )),
+        }
     }
 
     /// Makes log `number` of these disks, durably, and puts it over them, at one moment.
@@ -205,24 +258,29 @@ impl Served {
     }
 }
 
+fn deltas(images: &Images) -> impl Iterator<Item = (&String, &Image)> {
+    let all = images.images.iter();
+    all.filter(|(_, image)| image.kind == Kind::Delta)
+}
+
 impl Place<'_> {
-    /// The files of what lies over the disk's own image, and what describes them: they are of no use without it.
-    pub fn files(&self, images: &Images) -> Vec<PathBuf> {
-        let described = images.images.iter();
-        let described = described.filter(|(_, image)| image.kind == Kind::Delta);
-        let deltas = described
-            .map(|(name, image)| (name, &image.id))
-            .chain(&images.leaving)
-            .filter_map(|(name, id)| Some((name, id.as_deref()?)));
-        let mut files = Vec::new();
-        for (name, id) in deltas {
-            files.extend([self.descriptor(images, name), self.extent(images, name)]);
-            files.extend(id_of(id).map(|id| self.map_of(id)));
+    /// What lies over the disk's own image, and is of no use without it, each of which bears the number that is described.
+    pub fn parts_of_logs(&self, images: &Images) -> Result<Parts, String> {
+        let parts = self.parts_of(images)?;
+        for (name, _) in deltas(images) {
+            self.is_frozen(images, name)?;
         }
-        let own = self.path().file_name().and_then(|name| name.to_str());
-        files.extend(own.map(|own| self.path().with_file_name(descriptor_name(own))));
-        files.push(description_of(self.path()));
-        files
+        Ok(parts)
+    }
+
+    /// They lie over a disk no more.
+    pub fn forget_maps(&self, images: &Images) {
+        for (_, image) in deltas(images) {
+            if let Some(id) = image.id.as_deref().and_then(id_of) {
+                // It is gone with the next boot of the host.
+                let _ = forget_map(&self.map_of(id));
+            }
+        }
     }
 
     /// Removes a log that is not described. Returns whether it is, or stays for now.
@@ -255,5 +313,54 @@ impl Place<'_> {
         let parts = parts.map(|part| Path::new(&log.directory).join(format!("{part}.new")));
         let are_gone = parts.iter().all(|part| super::images::remove(part));
         are_gone && self.remove(&images, &log.name, None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_snapshots::Fresh;
+
+    const OWN: &str = "root.raw";
+
+    fn logs(first: FirstLog) -> Logs {
+        Logs {
+            directory: "/srv/fast".to_owned(),
+            stem: "new.raw.moving-1".to_owned(),
+            first,
+            frozen: Duration::ZERO,
+            spans: None,
+        }
+    }
+
+    /// With another one over it, of this name.
+    fn under(images: &Images, name: &str, elsewhere: Option<&str>) -> Images {
+        let fresh = Fresh {
+            name: name.to_owned(),
+            id: format!("{:032x}", images.next),
+            elsewhere: elsewhere.map(str::to_owned),
+        };
+        images.freeze(&fresh).unwrap()
+    }
+
+    #[test]
+    fn a_disk_that_moves_consists_of_its_image_and_the_logs_of_its_move_alone() {
+        let one = Images::of_one(OWN, 4096, &"5".repeat(32));
+        let there = logs(FirstLog::Destination);
+        let first = under(&one, "new.raw.moving-1.d1", Some("/srv/fast"));
+        let second = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
+        assert!(there.are_all_of(&one, OWN, 0) && !there.are_all_of(&one, OWN, 1));
+        assert!(there.are_all_of(&first, OWN, 1) && there.are_all_of(&second, OWN, 2));
+        assert!(!there.are_all_of(&second, OWN, 1) && !there.are_all_of(&second, "data.raw", 2));
+        // Whoever tidies puts one over it that is none of the move's.
+        let tidied = under(&first, "root.raw.d2", None);
+        assert!(!there.are_all_of(&tidied, OWN, 2));
+        let other = under(&first, "new.raw.moving-2.d2", Some("/srv/fast"));
+        assert!(!there.are_all_of(&other, OWN, 2));
+        let here = logs(FirstLog::Source);
+        let first = under(&one, "root.raw.d1", None);
+        let second = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
+        assert!(here.are_all_of(&first, OWN, 1) && here.are_all_of(&second, OWN, 2));
+        assert!(!there.are_all_of(&first, OWN, 1));
     }
 }

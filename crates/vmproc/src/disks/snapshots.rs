@@ -218,7 +218,7 @@ impl All<'_> {
         match maps <= MAPS_MAX {
             true => Ok(()),
             false => Err(self.not_so(&format!(
-                "which of its images has which part of its disks would take up to {} MiB of memory, and {} are the most: delete some snapshots first",
+                "which of its images has which part of its disks would take up to {} MiB of memory, and {} are the most: delete some snapshots first, or, where disks were to move by redo logs, move fewer of them in one order, or leave out --method",
                 maps >> 20,
                 MAPS_MAX >> 20
             ))),

@@ -9,6 +9,7 @@
 
 use super::labelled::{self, Labelled};
 use super::left::{Copying, Left};
+use super::parts::Parts;
 use super::served::{Served, ServedDisks};
 use super::there::DiskAlong;
 use super::told;
@@ -163,7 +164,7 @@ impl Served {
         let known = self.known_of(&what, &going.place.disk);
         let before = (what, known);
         self.moves.is_switching.store(true, Ordering::SeqCst);
-        let written = self.write_switch(going, label, Vec::new());
+        let written = self.write_switch(going, label, None);
         // Who has not kept up is tried again; what cannot be written ends the move.
         let tries_again = written.is_ok();
         let went = written.and_then(|()| {
@@ -259,7 +260,7 @@ impl Served {
         drop(standing);
         std::thread::sleep(STAND_WAIT);
         reached("disk-move.switched");
-        self.write_switch(going, None, Vec::new())?;
+        self.write_switch(going, None, None)?;
         Ok(Some(began.elapsed()))
     }
 
@@ -279,12 +280,12 @@ impl Served {
         }
     }
 
-    /// From here on the second image is the disk, and these files, which lay over the first, are none of it any more.
+    /// From here on the second image is the disk, and these redo logs, which lay over the first, are none of it any more.
     pub(super) fn write_switch(
         &self,
         going: &Going<'_>,
         label: Option<Labelled>,
-        layers: Vec<String>,
+        logs: Option<Parts>,
     ) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
         self.note_failures();
@@ -292,7 +293,7 @@ impl Served {
         let known = self.known_of(&self.what(), &place.disk);
         self.keep_no_more(&place.disk);
         let former = going.tree.as_ref().map(|tree| tree.former.clone());
-        let former = former.unwrap_or_default();
+        let former = logs.clone().or(former).unwrap_or_default();
         let written = self.change(|what| {
             what.copying = None;
             what.left.push(Left {
@@ -302,9 +303,11 @@ impl Served {
                 known,
                 part: None,
                 parts: former,
-                layers,
                 followed: false,
             });
+            if let Some(logs) = &logs {
+                what.logs.retain(|log| !log.goes_with(&place.disk, logs));
+            }
             if let Some(disk) = what.disks.get_mut(index) {
                 disk.path.clone_from(&place.path);
                 disk.shared = place.shared;
@@ -335,6 +338,7 @@ impl Served {
         let as_before = |what: &mut ServedDisks| {
             what.copying.clone_from(&before.copying);
             what.left.clone_from(&before.left);
+            what.logs.clone_from(&before.logs);
             what.along.clone_from(&before.along);
             if let (Some(now), Some(before)) = (what.disks.get_mut(index), before.disks.get(index))
             {

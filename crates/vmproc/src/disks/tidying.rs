@@ -43,8 +43,9 @@ pub(super) struct Tidies {
     works: AtomicBool,
     /// Nothing is to be given up: a disk moves, and its images stay as they are.
     is_held: AtomicBool,
-    /// Nothing was left when a thread looked last.
+    /// Nothing was left when a thread looked last, or one looks that was not asked again since it began.
     is_done: AtomicBool,
+    /// When a thread began or ended last; nothing where it was asked for since.
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
     why: Mutex<String>,
@@ -58,7 +59,13 @@ impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
         let may = is_time && self.why_not().is_none() && !self.is_done.load(Ordering::SeqCst);
-        may && !self.works.swap(true, Ordering::SeqCst)
+        let may = may && !self.works.swap(true, Ordering::SeqCst);
+        if may {
+            // Who asks for it from here on has it begin again.
+            self.is_done.store(true, Ordering::SeqCst);
+            *lock(&self.tried) = Some(Instant::now());
+        }
+        may
     }
 
     /// Why nothing is given up just now, if that is so.
@@ -80,11 +87,23 @@ impl Tidies {
         Resting(self)
     }
 
-    fn end(&self, why: String) {
-        self.is_done.store(why.is_empty(), Ordering::SeqCst);
+    /// Returns whether it was asked for since it began: what came then may not have been looked at.
+    fn end(&self, why: String) -> bool {
+        if !why.is_empty() {
+            self.is_done.store(false, Ordering::SeqCst);
+        }
         *lock(&self.why) = why;
-        *lock(&self.tried) = Some(Instant::now());
+        let mut tried = lock(&self.tried);
+        let was_asked = tried.is_none();
+        *tried = (!was_asked).then(Instant::now);
+        drop(tried);
         self.works.store(false, Ordering::SeqCst);
+        was_asked
+    }
+
+    fn is_due(&self) {
+        self.is_done.store(false, Ordering::SeqCst);
+        *lock(&self.tried) = None;
     }
 
     /// Whether its thread may be in the hands of storage.
@@ -105,8 +124,7 @@ pub(super) struct Held(Arc<Served>);
 impl Drop for Held {
     fn drop(&mut self) {
         let tidies = &self.0.tidies;
-        tidies.is_done.store(false, Ordering::SeqCst);
-        *lock(&tidies.tried) = None;
+        tidies.is_due();
         tidies.is_held.store(false, Ordering::SeqCst);
     }
 }
@@ -141,8 +159,7 @@ struct One<'a> {
 impl Served {
     /// There is something that nobody needs any more.
     pub(super) fn tidying_is_due(self: &Arc<Self>) {
-        self.tidies.is_done.store(false, Ordering::SeqCst);
-        *lock(&self.tidies.tried) = None;
+        self.tidies.is_due();
         self.begin_tidying();
     }
 
@@ -173,7 +190,9 @@ impl Served {
             if !why.is_empty() {
                 tracing::warn!(why, "images of deleted snapshots are not merged yet");
             }
-            served.tidies.end(why);
+            if served.tidies.end(why) {
+                served.begin_tidying();
+            }
         };
         let thread = std::thread::Builder::new().name("tidy-disks".into());
         if let Err(error) = thread.spawn(work) {
@@ -497,5 +516,18 @@ mod tests {
         tidies.end(String::new());
         *lock(&tidies.tried) = None;
         assert!(!tidies.may_begin(), "nothing was left");
+    }
+
+    #[test]
+    fn what_is_asked_for_while_a_thread_is_at_it_is_not_forgotten_when_that_ends() {
+        for why in ["", "there is no room"] {
+            let tidies = Tidies::default();
+            assert!(tidies.may_begin());
+            tidies.is_due();
+            assert!(!tidies.may_begin(), "one is at it");
+            assert!(tidies.end(why.to_owned()), "{why}");
+            assert!(tidies.may_begin() && !tidies.end(String::new()));
+            assert!(!tidies.may_begin(), "nothing was left");
+        }
     }
 }

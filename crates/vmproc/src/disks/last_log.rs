@@ -1,0 +1,123 @@
+//! The last redo log of a disk that moves by snapshotting is brought into the copy while the guest waits: on a thread of its own, so that a destination that
+//! hangs holds no guest for longer than its limit.
+//!
+//! Part of a move ([`super::by_logs`]). Owns the thread, which may outlive the move that began it: it reads the log and writes to the copy, of which nothing is
+//! written down, and which is removed and never filled again once the move has ended. Refuses: nothing; who waits hears that it took too long.
+
+use super::layers::OwnedPlace;
+use super::switching::{Stopped, length_of};
+use godwit_blockio::delta::{Target, merge};
+use godwit_qemu::disk::identity_of;
+use godwit_snapshots::Images;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// For so long beyond its limit the copy may take to become durable: whoever holds a guest has kept as much of its time for what comes after.
+const LATE_MAX: Duration = Duration::from_secs(1);
+/// How often it is looked whether the move is called off.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The log, and the copy.
+pub(super) struct LastLog {
+    pub place: OwnedPlace,
+    /// The log is their top.
+    pub images: Images,
+    pub copy: OwnedFd,
+    /// The name that the copy has.
+    pub path: PathBuf,
+}
+
+/// What is under the copy's name once all of the log is in it, durably.
+pub(super) struct Found {
+    /// Device and inode.
+    pub image: Option<(u64, u64)>,
+    pub bytes: u64,
+}
+
+impl LastLog {
+    /// Nothing where it took too long, and has ended: it may be tried again. `may_go_on` refuses where nobody should go on.
+    pub(super) fn consolidate(
+        self,
+        until: Instant,
+        may_go_on: impl Fn() -> Result<(), Stopped>,
+    ) -> Result<Option<Found>, Stopped> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let goes_on = Arc::clone(&is_over);
+        let goes_on = move || !goes_on.load(Ordering::SeqCst) && Instant::now() < until;
+        let found = within(until + LATE_MAX, may_go_on, move || self.work(goes_on));
+        // Whoever is not waited for any more does no more than it has begun.
+        is_over.store(true, Ordering::SeqCst);
+        match found? {
+            Some(found) => Ok(found?),
+            None => Err(
+                "its new image, or its redo log, did not answer in time while its guest waited, which works on with the disk as it is: see to the storage, and try again"
+                    .into(),
+            ),
+        }
+    }
+
+    fn work(self, goes_on: impl Fn() -> bool) -> Result<Option<Found>, String> {
+        let from = self.place.get();
+        let from = from.open_unlocked(&self.images, &self.images.top)?;
+        let into = Target::Raw(self.copy.as_fd(), self.images.bytes);
+        let merged = merge(&from, into, false, |_| goes_on());
+        if merged.map_err(|error| error.to_string())?.is_none() {
+            return Ok(None);
+        }
+        let told = |error: std::io::Error| format!("{}: {error}", self.path.display());
+        Ok(Some(Found {
+            image: identity_of(&self.path).map_err(told)?,
+            bytes: length_of(&self.path).map_err(told)?,
+        }))
+    }
+}
+
+/// Does something on a thread of its own; nothing where that has not ended by then, or not in an orderly way. It goes on alone where nobody waits for it.
+fn within<R: Send + 'static>(
+    until: Instant,
+    may_go_on: impl Fn() -> Result<(), Stopped>,
+    work: impl FnOnce() -> R + Send + 'static,
+) -> Result<Option<R>, Stopped> {
+    let (done, is_done) = channel();
+    let thread = std::thread::Builder::new().name("redo-last".to_owned());
+    thread.spawn(move || {
+        let _ = done.send(work()); // whoever asked may have given up
+    })?;
+    loop {
+        match is_done.recv_timeout(LOOK_EVERY) {
+            Ok(result) => return Ok(Some(result)),
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => may_go_on()?,
+            Err(_) => return Ok(None),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn nobody_waits_longer_than_until_then_or_until_it_is_called_off() {
+        let long = || Instant::now() + LONG;
+        let waits = || Ok(());
+        assert!(within(long(), waits, || 7).is_ok_and(|done| done == Some(7)));
+        // What hangs ends with the test.
+        let hangs = || {
+            let (hold, held) = channel::<()>();
+            (hold, move || held.recv().is_ok())
+        };
+        let (hold, work) = hangs();
+        assert!(within(Instant::now(), waits, work).is_ok_and(|done| done.is_none()));
+        drop(hold);
+        let (hold, work) = hangs();
+        let stopped = within(long(), || Err(Stopped::Cancelled), work);
+        assert!(matches!(stopped, Err(Stopped::Cancelled)));
+        drop(hold);
+    }
+}
