@@ -23,6 +23,7 @@ use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use rustix::fs::{CWD, OFlags};
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Mutex;
@@ -97,7 +98,7 @@ pub(super) fn remove_above(former: &Former<'_>) -> bool {
 
 fn remove_described(former: &Former<'_>) -> Result<bool, String> {
     let at = description_of(former.path);
-    if at.symlink_metadata().is_err() {
+    if !is_there(&at)? {
         return Ok(true);
     }
     let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {
@@ -127,9 +128,18 @@ fn remove_described(former: &Former<'_>) -> Result<bool, String> {
     Ok(remove(&at))
 }
 
+/// Storage that does not answer does not say that there is nothing.
+fn is_there(path: &Path) -> Result<bool, String> {
+    match path.symlink_metadata() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// Refuses another file than this delta; nothing may be there any more.
 fn must_be(extent: &Path, id: &str) -> Result<(), String> {
-    if extent.symlink_metadata().is_err() {
+    if !is_there(extent)? {
         return Ok(());
     }
     let id = id_of(id).ok_or("the name of a delta is no number")?;
@@ -232,6 +242,16 @@ mod tests {
         assert!(disk.remove_above());
         assert!(disk.left() == 1 && disk.own().exists());
         assert!(disk.remove_above(), "there is nothing more");
+    }
+
+    #[test]
+    fn an_error_is_no_answer_that_nothing_is_there() {
+        let disk = Disk::new();
+        assert_eq!(is_there(&disk.own()), Ok(true));
+        assert_eq!(is_there(&disk.dir.path().join("other.raw")), Ok(false));
+        let below_a_file = disk.own().join("other.raw");
+        assert!(is_there(&below_a_file).is_err());
+        assert!(must_be(&below_a_file, &"7".repeat(32)).is_err());
     }
 
     #[test]
