@@ -58,7 +58,15 @@ impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
         let may = is_time && self.why_not().is_none() && !self.is_done.load(Ordering::SeqCst);
-        may && !self.works.swap(true, Ordering::SeqCst)
+        if !may || self.works.swap(true, Ordering::SeqCst) {
+            return false;
+        }
+        // Who wants nothing begun says so, and looks then whether anybody works: one of both sees the other.
+        let goes_on = self.why_not().is_none();
+        if !goes_on {
+            self.works.store(false, Ordering::SeqCst);
+        }
+        goes_on
     }
 
     /// Why nothing is given up just now, if that is so.
@@ -151,8 +159,6 @@ impl Served {
         self.tidies.is_held.store(true, Ordering::SeqCst);
         let held = Held(Arc::clone(self));
         let until = Instant::now() + limit;
-        // Who looked before this was so begins within a moment.
-        std::thread::sleep(LOOK_EVERY);
         while self.tidies.works() {
             if Instant::now() >= until {
                 return Err("images of deleted snapshots are being merged just now, and the storage takes long for that: try again".to_owned());
