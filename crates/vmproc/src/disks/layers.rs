@@ -88,7 +88,10 @@ pub(super) fn has_layers(config: &VmProcessConfig, uid: u32, path: &str) -> bool
     !is_device_path(path) && !found().is_err_and(is_none)
 }
 
-/// The same for whoever has the rights of the image's opener already.
+/// Whether there is a description beside this image, for whoever has the rights of the image's opener already. That nobody may look there counts as none,
+/// which is safe: it is asked with the rights of whoever opened the image through that directory; and the answer only decides which format the image's
+/// record has, which keeps it from builds that know of no snapshots, and for that what is known of the disk by its description ([`Served::layered`]) counts
+/// first.
 pub(super) fn has_layers_here(path: &str) -> bool {
     let found = description_of(Path::new(path)).symlink_metadata();
     let is_none = |error: io::Error| {
