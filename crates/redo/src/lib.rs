@@ -135,7 +135,7 @@ impl Default for Redo {
 }
 
 impl Redo {
-    /// The same with a fault.
+    /// A disk's course that does this fault, for tests that must find it.
     #[cfg(feature = "planted-faults")]
     #[must_use]
     pub fn with(self, plant: Plant) -> Self {

@@ -50,7 +50,7 @@ pub(super) struct Place<'a> {
     pub image: Option<(u64, u64)>,
 }
 
-/// The same for whoever looks later.
+/// A [`Place`] that is kept by whoever looks at its disk's images later.
 #[derive(Debug, Clone)]
 pub(super) struct OwnedPlace {
     config: VmProcessConfig,
@@ -294,7 +294,7 @@ impl Place<'_> {
         }
     }
 
-    /// The same without the top.
+    /// Opens what lies between the disk's own image and the top, from the lowest to the highest, without those two.
     fn open_lower(
         &self,
         images: &Images,
@@ -307,8 +307,8 @@ impl Place<'_> {
             .collect()
     }
 
-    /// The same of what the disk has open by what it consisted of before: nothing long is read while it stands still. `merged`: one of them with
-    /// what it has got since, as whoever gave it that has it open.
+    /// What lies between the disk's own image and the top, taken from what the disk has open by what it consisted of before, so that nothing long is read
+    /// while it stands still; only what it lacks is opened. `merged`: one of them with what it has got since, as whoever gave it that has it open.
     pub fn keep_lower(
         &self,
         images: &Images,
@@ -335,7 +335,8 @@ impl Place<'_> {
         Ok(kept)
     }
 
-    /// The same with this top, which is open without a lock and is not frozen; no guest was told of anything that its tables do not say.
+    /// All that lies over the disk's own image, taken from what the disk has open ([`Self::keep_lower`]), with this top over it, which is open without a
+    /// lock and is not frozen; no guest was told of anything that its tables do not say.
     pub fn keep_under(
         &self,
         images: &Images,
@@ -551,12 +552,12 @@ impl Served {
     }
 }
 
-/// The file that says of what a delta of this name consists,
+/// The file that says of what a delta of this name consists.
 pub(super) fn descriptor_name(name: &str) -> String {
     format!("{name}.vmdk")
 }
 
-/// and the one that holds it.
+/// The file that holds the content of a delta of this name.
 pub(super) fn extent_name(name: &str) -> String {
     format!("{name}-sesparse.vmdk")
 }
