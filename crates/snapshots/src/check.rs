@@ -44,7 +44,7 @@ impl Images {
         }
         match self.images.get(&self.top) {
             None => return Err(format!("the image {:?} is not described", self.top)),
-            Some(top) if top.common || top.kind == Kind::Qcow2 => {
+            Some(top) if top.common => {
                 return Err(format!("{:?} is to be written, and must not be", self.top));
             }
             Some(_) => {}
@@ -177,7 +177,7 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
     }
     match (image.kind, &image.over) {
         (Kind::Delta, None) => return Err(format!("the delta {name:?} lies over nothing")),
-        (Kind::Raw | Kind::Qcow2, Some(_)) => {
+        (Kind::Raw, Some(_)) => {
             return Err(format!(
                 "{name:?} is whole, and is said to lie over another image"
             ));
@@ -187,7 +187,6 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
     let tells = match image.kind {
         Kind::Delta => true,
         Kind::Raw => image.common,
-        Kind::Qcow2 => false,
     };
     match (tells, &image.id) {
         (true, Some(id)) if is_number(id) => Ok(()),

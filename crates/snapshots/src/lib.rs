@@ -39,8 +39,6 @@ pub const IMAGES_MAX: usize = 2 * SNAPSHOTS_MAX + 2;
 pub enum Kind {
     /// All of a disk.
     Raw,
-    /// All of a disk, too, or what its own backing files lack; it is never written.
-    Qcow2,
     /// What was written since, over another image.
     Delta,
 }

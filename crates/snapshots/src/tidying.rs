@@ -1,7 +1,7 @@
 //! Images that nobody needs as they are, and how each of them is given up.
 //!
 //! Pure, owns nothing. An image is needed where it is a snapshot's or the top, and where several lie over it. Refuses to write to what is
-//! common, and to a qcow2 image: such a one stays below.
+//! common: such a one stays below.
 
 use crate::{Image, Images, Kind};
 use godwit_types::plant::planted;
@@ -28,8 +28,7 @@ impl Images {
         images.find_map(|(name, image)| {
             let is_needed = *name == self.top || self.is_of_a_snapshot(name);
             let above: Vec<&String> = self.above(name).collect();
-            let is_common = image.common && !planted("common-layer-written");
-            let is_fixed = is_common || image.kind == Kind::Qcow2;
+            let is_fixed = image.common && !planted("common-layer-written");
             match above.as_slice() {
                 _ if is_needed => None,
                 [] => Some(Tidying::Drop {
