@@ -37,17 +37,14 @@ enum Which {
 }
 
 impl Vm {
-    /// Begins what is asked of snapshots; the answer comes when that is done.
+    /// Begins to change snapshots as it is asked; the answer comes when that is done.
     pub(crate) fn snapshots(&mut self, ask: AskSnapshots, reply: SyncSender<VmAnswer>) {
-        if matches!(ask, AskSnapshots::List) {
-            return self.list_snapshots(reply);
-        }
         let work = self.work_on_snapshots(ask);
         self.begin_disk_order(DiskOrder::Snapshots, work, reply);
     }
 
-    /// Nobody waits for it, and it waits for nobody.
-    fn list_snapshots(&mut self, reply: SyncSender<VmAnswer>) {
+    /// Tells which there are: nobody waits for it, and it waits for nobody.
+    pub(crate) fn list_snapshots(&mut self, reply: SyncSender<VmAnswer>) {
         let answers = reply.clone();
         let listed = self.may_list().and_then(|turn| {
             let which = self.which_disks()?;
@@ -88,7 +85,6 @@ impl Vm {
         settled.map_err(|message| ApiError::new(ErrorCode::WrongState, message))?;
         let which = self.which_disks()?;
         Ok(match ask {
-            AskSnapshots::List => Box::new(move || which.list().map(VmAnswer::Snapshots)),
             AskSnapshots::Take(wish) => {
                 wish.check()
                     .map_err(|error| error.on_host(&self.config.host))?;
@@ -207,7 +203,7 @@ mod tests {
 
     fn refused(vm: &mut Vm) -> ApiError {
         let (reply, answer) = sync_channel(1);
-        vm.snapshots(AskSnapshots::List, reply);
+        vm.list_snapshots(reply);
         match answer.recv_timeout(LONG) {
             Ok(VmAnswer::Error(error)) => error,
             other => panic!("{other:?}"),
