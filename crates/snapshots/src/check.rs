@@ -1,7 +1,7 @@
 //! Whether a description of a disk's images can be true. It lies beside the images, where others may write, or may have come from elsewhere.
 //!
-//! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory; in a sentence's end that names the
-//! image.
+//! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory, but for redo logs of a disk that moves, and the
+//! parent of a linked one, both by whole paths; in a sentence's end that names the image.
 
 use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX};
 use godwit_types::snapshots::SNAPSHOT_TEXT_LEN_MAX as TEXT_LEN_MAX;
