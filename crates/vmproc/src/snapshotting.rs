@@ -102,10 +102,8 @@ impl Vm {
     pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
         let vm = &self.config.vm;
-        if let Some(disk) = disks.linked() {
-            return Some(format!(
-                "disk '{disk}' of VM '{vm}' is linked to another image, which other disks may be linked to, too, and which does not go to another host with it: delete its snapshots first, if it has any ('godwit vm snapshot list {vm}'); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk {vm} {disk} --to DATASTORE')"
-            ));
+        if let Some((disk, why)) = disks.linked() {
+            return Some(format!("disk '{disk}' of VM '{vm}' is not moved: {why}"));
         }
         let disk = disks.shared_with_snapshots()?;
         Some(format!(

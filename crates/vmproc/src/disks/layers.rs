@@ -75,7 +75,7 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or what is left of deleted ones, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 

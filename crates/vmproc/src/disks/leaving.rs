@@ -6,6 +6,7 @@
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
 use super::layers::Place;
+use super::linked::stays_over;
 use super::moving::open_disk_image;
 use super::parts::Parts;
 use super::served::Served;
@@ -109,10 +110,7 @@ impl Leaving {
             (_, true) => {}
         }
         if let Some(common) = found.as_ref().and_then(Images::common) {
-            return Err(refused(format!(
-                "it is linked to the image {}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and have it become one image with 'godwit vm move-disk'",
-                common.path
-            )));
+            return Err(refused(stays_over(common.path)));
         }
         if self.paused.is_none() {
             self.paused = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
