@@ -16,8 +16,8 @@ pub enum Tidying {
     /// What the frozen image above has is copied down into this one, which takes its place then. Nobody reads this one but through the one
     /// above, which has the same content all the time.
     Down { image: String, above: String },
-    /// What the top has is copied down into this one: the top, which nobody but its guest writes to, is frozen first, under another one, as often as it takes until little is
-    /// left, and then the guest stands still for the rest. This image is the top then.
+    /// What the top has, which nobody but its guest writes to, is copied down into this one: the top is frozen first, under another one, as often as it takes
+    /// until little is left, and then the guest stands still for the rest. This image is the top then.
     DownTop { image: String },
 }
 
