@@ -169,7 +169,8 @@ impl All<'_> {
         self.prepare_at(change, over, |_| None)
     }
 
-    /// What each is to consist of, as [`Self::prepare`] has it, where `at` gives a directory for a disk's delta, which is not the disk's own, and a name that nothing has there.
+    /// What each is to consist of, as [`Self::prepare`] has it, where `at` gives a directory for a disk's delta, which is not the disk's own, and a
+    /// name that nothing has there.
     pub(super) fn prepare_at(
         &self,
         change: impl Fn(&Images, &Fresh) -> Result<Images, String>,
