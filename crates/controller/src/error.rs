@@ -86,6 +86,16 @@ pub fn unknown_vm(vm: &VmName) -> ApiError {
     )
 }
 
+/// The answer to a request about the disks of a VM that was never started. `instead`: what else a person may do.
+pub fn on_no_host(vm: &VmName, instead: Option<&str>) -> ApiError {
+    let instead = instead.map(|instead| format!(", or {instead}"));
+    let message = format!(
+        "no host has VM {vm} yet, and its disks hold nothing: start it first{}",
+        instead.unwrap_or_default()
+    );
+    ApiError::new(ErrorCode::WrongState, message)
+}
+
 /// A host does not answer.
 pub fn unreachable_host(host: &HostName) -> ApiError {
     ApiError::new(

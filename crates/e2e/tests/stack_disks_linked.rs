@@ -239,7 +239,7 @@ fn a_linked_disk_has_snapshots_and_stays_linked_when_they_are_deleted() -> Resul
     begin(&stack, "one")?;
     stack.make_directory("b", STORE)?;
     let migrate = ["vm", "migrate", "one", "--to", "b", "--dry-run"];
-    is_refused(&stack, &migrate, "is linked to another image")?;
+    is_refused(&stack, &migrate, "is linked to the image")?;
     ok(&["vm", "snapshot", "create", "one", "clean"])?;
     goes_on_at(&stack, "one", "a")?;
     stop(&stack, "one")?;
@@ -273,7 +273,7 @@ fn a_linked_disk_that_moves_to_another_datastore_is_one_image_there() -> Result<
     }
     ok(&["vm", "snapshot", "create", "one", "clean"])?;
     let to_slow = ["vm", "move-disk", "one", "--to", "slow"];
-    is_refused(&stack, &to_slow, "it has snapshots")?;
+    is_refused(&stack, &to_slow, "delete its snapshots first")?;
     ok(&["vm", "snapshot", "delete", "one", "clean"])?;
     stack.until("it is merged", SOON, || {
         Ok(images(&stack, "one")?.len() == 2)

@@ -26,7 +26,7 @@ pub fn use_of_linked(image: &Path) -> Option<u64> {
             takes(&elsewhere.map_or_else(|| image.with_file_name(&extent), |at| at.join(&extent)))
         }
         // A path, of what is common.
-        Kind::Raw | Kind::Qcow2 => takes(&image.with_file_name(name)),
+        Kind::Raw => takes(&image.with_file_name(name)),
     });
     Some(each.fold(0, u64::saturating_add))
 }

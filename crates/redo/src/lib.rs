@@ -135,7 +135,7 @@ impl Default for Redo {
 }
 
 impl Redo {
-    /// The same with a fault.
+    /// A disk's course that does this fault, for tests that must find it.
     #[cfg(feature = "planted-faults")]
     #[must_use]
     pub fn with(self, plant: Plant) -> Self {
@@ -164,11 +164,6 @@ impl Redo {
     /// For how long the guest would wait, s, for a last log of so many bytes: at the speed of the last consolidation.
     pub fn wait_s(&self, bytes: u64) -> f64 {
         bytes as f64 / self.speed.unwrap_or(UNKNOWN)
-    }
-
-    /// The log for which the guest would be held at once, bytes: the threshold of the paper, as it is now.
-    pub fn threshold(&self) -> u64 {
-        (self.speed.unwrap_or(UNKNOWN) * SHORT_S) as u64
     }
 
     /// For how long the guest may be held for its last log now, s: whoever holds it lets it go then.
@@ -301,7 +296,6 @@ mod tests {
         let mut redo = copied(1000);
         consolidates(&mut redo, (1000, 10.0), 300);
         assert_eq!(redo.step(), Step::Make(3));
-        assert_eq!(redo.threshold(), 20 * MIB);
         consolidates(&mut redo, (300, 3.0), 90);
         consolidates(&mut redo, (90, 0.9), 15);
         assert_eq!((redo.step(), redo.logs()), (Step::Hold, 4));

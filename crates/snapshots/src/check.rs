@@ -1,7 +1,7 @@
 //! Whether a description of a disk's images can be true. It lies beside the images, where others may write, or may have come from elsewhere.
 //!
-//! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory; in a sentence's end that names the
-//! image.
+//! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory, but for redo logs of a disk that moves, and the
+//! parent of a linked one, both by whole paths; in a sentence's end that names the image.
 
 use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX};
 use godwit_types::snapshots::SNAPSHOT_TEXT_LEN_MAX as TEXT_LEN_MAX;
@@ -44,7 +44,7 @@ impl Images {
         }
         match self.images.get(&self.top) {
             None => return Err(format!("the image {:?} is not described", self.top)),
-            Some(top) if top.common || top.kind == Kind::Qcow2 => {
+            Some(top) if top.common => {
                 return Err(format!("{:?} is to be written, and must not be", self.top));
             }
             Some(_) => {}
@@ -177,7 +177,7 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
     }
     match (image.kind, &image.over) {
         (Kind::Delta, None) => return Err(format!("the delta {name:?} lies over nothing")),
-        (Kind::Raw | Kind::Qcow2, Some(_)) => {
+        (Kind::Raw, Some(_)) => {
             return Err(format!(
                 "{name:?} is whole, and is said to lie over another image"
             ));
@@ -187,7 +187,6 @@ fn check_image(name: &str, image: &Image) -> Result<(), Refusal> {
     let tells = match image.kind {
         Kind::Delta => true,
         Kind::Raw => image.common,
-        Kind::Qcow2 => false,
     };
     match (tells, &image.id) {
         (true, Some(id)) if is_number(id) => Ok(()),

@@ -23,9 +23,8 @@ impl Images {
         (first, mark): (u64, &str),
         top_id: &str,
     ) -> Result<Elsewhere, Refusal> {
-        let is_own = |kind: Kind, common: bool| kind != Kind::Qcow2 && !common;
         let mut all = self.images.iter();
-        if let Some((name, _)) = all.find(|(_, image)| !is_own(image.kind, image.common)) {
+        if let Some((name, _)) = all.find(|(_, image)| image.common) {
             return Err(format!(
                 "it lies over {name}, which others may have, too, and which does not move with it"
             ));
@@ -42,7 +41,7 @@ impl Images {
         for (name, image) in &self.images {
             let new = match image.kind {
                 Kind::Raw => own.to_owned(),
-                _ => {
+                Kind::Delta => {
                     next = next.saturating_add(1);
                     Self::name_of(own, next.saturating_sub(1))
                 }

@@ -8,8 +8,8 @@
 //!
 //! Pure: no IO and no clock. Who owns the state: the value [`Images`], which whoever has the disk writes down before acting on it: a new
 //! image is there, durably, before a description names it, and is removed after a description has ceased to.
-//! Refuses: descriptions that contradict themselves or name files elsewhere, more snapshots and longer chains than [`SNAPSHOTS_MAX`] and
-//! [`CHAIN_MAX`], and to write to or remove what belongs to several VMs.
+//! Refuses: descriptions that contradict themselves or name files elsewhere, but for redo logs of a disk that moves, and the parent of a linked one, both by
+//! whole paths; more snapshots and longer chains than [`SNAPSHOTS_MAX`] and [`CHAIN_MAX`], and to write to or remove what belongs to several VMs.
 //!
 //! What holds after every step, finished or not: the disk and each snapshot have the content that they had before.
 
@@ -39,8 +39,6 @@ pub const IMAGES_MAX: usize = 2 * SNAPSHOTS_MAX + 2;
 pub enum Kind {
     /// All of a disk.
     Raw,
-    /// All of a disk, too, or what its own backing files lack; it is never written.
-    Qcow2,
     /// What was written since, over another image.
     Delta,
 }

@@ -1,7 +1,7 @@
 //! Images that nobody needs as they are, and how each of them is given up.
 //!
 //! Pure, owns nothing. An image is needed where it is a snapshot's or the top, and where several lie over it. Refuses to write to what is
-//! common, and to a qcow2 image: such a one stays below.
+//! common: such a one stays below.
 
 use crate::{Image, Images, Kind};
 use godwit_types::plant::planted;
@@ -16,8 +16,8 @@ pub enum Tidying {
     /// What the frozen image above has is copied down into this one, which takes its place then. Nobody reads this one but through the one
     /// above, which has the same content all the time.
     Down { image: String, above: String },
-    /// The same of the top, which nobody but its guest writes to: it is frozen first, under another one, as often as it takes until little is
-    /// left, and then the guest stands still for the rest. This image is the top then.
+    /// What the top has, which nobody but its guest writes to, is copied down into this one: the top is frozen first, under another one, as often as it takes
+    /// until little is left, and then the guest stands still for the rest. This image is the top then.
     DownTop { image: String },
 }
 
@@ -30,8 +30,7 @@ impl Images {
         raw.into_iter().chain(others).find_map(|(name, image)| {
             let is_needed = *name == self.top || self.is_of_a_snapshot(name);
             let above: Vec<&String> = self.above(name).collect();
-            let is_common = image.common && !planted("common-layer-written");
-            let is_fixed = is_common || image.kind == Kind::Qcow2;
+            let is_fixed = image.common && !planted("common-layer-written");
             match above.as_slice() {
                 _ if is_needed => None,
                 [] => Some(Tidying::Drop {

@@ -53,11 +53,10 @@ impl World {
         let mut images = Images::of_one("disk", 4096, &"5".repeat(32));
         let mut files = BTreeMap::from([("disk".to_owned(), whole.clone())]);
         if numbers.below(2) == 0 {
-            let is_raw = numbers.below(2) == 0;
             let common = Image {
-                kind: if is_raw { Kind::Raw } else { Kind::Qcow2 },
+                kind: Kind::Raw,
                 over: None,
-                id: is_raw.then(|| "9".repeat(32)),
+                id: Some("9".repeat(32)),
                 common: true,
             };
             let delta = Image {

@@ -165,7 +165,7 @@ pub struct DiskToMove {
     /// Bytes that its image occupies at the source.
     #[serde(default)]
     pub used_bytes: u64,
-    /// Whether it has snapshots, or images of deleted ones, and consists of several images.
+    /// Whether it consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub layered: bool,
 }

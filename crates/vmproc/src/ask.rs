@@ -96,13 +96,13 @@ pub(crate) enum Now {
 pub(crate) enum Later {
     MeasureDirtyRate { millis: u64 },
     ResizeDisk(ResizeDisk),
+    ListSnapshots,
     Snapshots(AskSnapshots),
 }
 
-/// What is asked of snapshots.
+/// What changes snapshots.
 #[derive(Debug)]
 pub(crate) enum AskSnapshots {
-    List,
     Take(TakeSnapshot),
     Revert(SnapshotName),
     Delete(SnapshotName),
@@ -127,7 +127,7 @@ impl Ask {
                 return Ok(Self::Later(Later::MeasureDirtyRate { millis }));
             }
             VmRequest::ResizeDisk(wish) => return Ok(Self::Later(Later::ResizeDisk(wish))),
-            VmRequest::Snapshots => return Ok(Self::snapshots(AskSnapshots::List)),
+            VmRequest::Snapshots => return Ok(Self::Later(Later::ListSnapshots)),
             VmRequest::TakeSnapshot(wish) => return Ok(Self::snapshots(AskSnapshots::Take(wish))),
             VmRequest::RevertSnapshot(wish) => {
                 return Ok(Self::snapshots(AskSnapshots::Revert(wish.name)));

@@ -236,9 +236,11 @@ impl Disks {
         found.map(|disk| disk.name.clone())
     }
 
-    /// One of them that is linked to another image.
-    pub(crate) fn linked(&self) -> Option<String> {
-        lock(&self.0.linked).iter().next().cloned()
+    /// One of them that is linked to another image, and why it does not go to another host.
+    pub(crate) fn linked(&self) -> Option<(String, String)> {
+        let all = lock(&self.0.linked);
+        let (disk, common) = all.first_key_value()?;
+        Some((disk.clone(), linked::stays_over(common)))
     }
 
     /// Whether QEMU has any that this process serves.

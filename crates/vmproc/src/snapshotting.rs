@@ -37,17 +37,14 @@ enum Which {
 }
 
 impl Vm {
-    /// Begins what is asked of snapshots; the answer comes when that is done.
+    /// Begins to change snapshots as it is asked; the answer comes when that is done.
     pub(crate) fn snapshots(&mut self, ask: AskSnapshots, reply: SyncSender<VmAnswer>) {
-        if matches!(ask, AskSnapshots::List) {
-            return self.list_snapshots(reply);
-        }
         let work = self.work_on_snapshots(ask);
         self.begin_disk_order(DiskOrder::Snapshots, work, reply);
     }
 
-    /// Nobody waits for it, and it waits for nobody.
-    fn list_snapshots(&mut self, reply: SyncSender<VmAnswer>) {
+    /// Tells which there are: nobody waits for it, and it waits for nobody.
+    pub(crate) fn list_snapshots(&mut self, reply: SyncSender<VmAnswer>) {
         let answers = reply.clone();
         let listed = self.may_list().and_then(|turn| {
             let which = self.which_disks()?;
@@ -88,7 +85,6 @@ impl Vm {
         settled.map_err(|message| ApiError::new(ErrorCode::WrongState, message))?;
         let which = self.which_disks()?;
         Ok(match ask {
-            AskSnapshots::List => Box::new(move || which.list().map(VmAnswer::Snapshots)),
             AskSnapshots::Take(wish) => {
                 wish.check()
                     .map_err(|error| error.on_host(&self.config.host))?;
@@ -106,10 +102,8 @@ impl Vm {
     pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
         let vm = &self.config.vm;
-        if let Some(disk) = disks.linked() {
-            return Some(format!(
-                "disk '{disk}' of VM '{vm}' is linked to another image, which other disks may be linked to, too, and which does not go to another host with it: delete its snapshots first, if it has any ('godwit vm snapshot list {vm}'); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk {vm} {disk} --to DATASTORE')"
-            ));
+        if let Some((disk, why)) = disks.linked() {
+            return Some(format!("disk '{disk}' of VM '{vm}' is not moved: {why}"));
         }
         let disk = disks.shared_with_snapshots()?;
         Some(format!(
@@ -207,7 +201,7 @@ mod tests {
 
     fn refused(vm: &mut Vm) -> ApiError {
         let (reply, answer) = sync_channel(1);
-        vm.snapshots(AskSnapshots::List, reply);
+        vm.list_snapshots(reply);
         match answer.recv_timeout(LONG) {
             Ok(VmAnswer::Error(error)) => error,
             other => panic!("{other:?}"),

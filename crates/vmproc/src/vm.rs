@@ -269,6 +269,7 @@ impl Vm {
                 match request.ask {
                     Later::MeasureDirtyRate { millis } => self.measure(millis, request.reply),
                     Later::ResizeDisk(wish) => self.resize_disk(wish, request.reply),
+                    Later::ListSnapshots => self.list_snapshots(request.reply),
                     Later::Snapshots(ask) => self.snapshots(ask, request.reply),
                 }
             }

@@ -189,7 +189,7 @@ fn no_common_version(facts: &Facts) -> Option<ApiError> {
     Some(ApiError::new(ErrorCode::Incompatible, why).on_host(&destination.name))
 }
 
-/// Both hosts have to know how disks go along that have snapshots.
+/// Both hosts have to know how disks go along that consist of several images.
 fn without_snapshots(facts: &Facts) -> Option<ApiError> {
     let disk = facts.disks.iter().find(|disk| disk.layered)?;
     let (vm, destination) = (vm_process(&facts.vm), &facts.destination);
@@ -205,7 +205,7 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
         false => format!("install Godwit {} on host {}", vm.version, destination.name),
     };
     let message = format!(
-        "disk '{}' of VM {} has snapshots, which host {}, Godwit {}, and the VM process, Godwit {}, do not take along together: {way_out}, or delete its snapshots first",
+        "disk '{}' of VM {} consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image; host {}, Godwit {}, and the VM process, Godwit {}, do not take such a disk along together: {way_out}, or delete its snapshots first; a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')",
         disk.name, facts.vm.spec.name, destination.name, destination.version, vm.version
     );
     Some(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.name))

@@ -15,7 +15,7 @@
 use super::move_disks::{host_of, must_stay};
 use super::{RELEASES_MAX, boots, check, done, entry_of, not_free};
 use crate::app::App;
-use crate::error::{Outcome, refuse, unknown_vm};
+use crate::error::{Outcome, on_no_host, refuse, unknown_vm};
 use crate::macs;
 use crate::reconcile::refresh;
 use crate::secret;
@@ -108,10 +108,8 @@ pub async fn clone_vm(app: &App, name: &VmName, wish: &CloneVm) -> Outcome<Clone
     app.must_be_described(name)?;
     let source = entry_of(app, name)?;
     if app.state().place(name).is_none() {
-        let message = format!(
-            "no host has VM {name} yet, and its disks hold nothing: start it first, or create the other VM from a description of its own"
-        );
-        return refuse(ErrorCode::WrongState, message);
+        let instead = "create the other VM from a description of its own";
+        return Err(on_no_host(name, Some(instead)));
     }
     let (host, agent) = host_of(app, name)?;
     let making = Making {

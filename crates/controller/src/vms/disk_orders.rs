@@ -4,13 +4,13 @@
 
 use super::move_disks::{host_of, must_stay};
 use crate::app::App;
-use crate::error::{Outcome, refuse, unknown_vm};
+use crate::error::{Outcome, on_no_host, unknown_vm};
 use crate::reconcile::refresh;
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::Done;
 use godwit_types::disk_activity::LimitDisk;
 use godwit_types::disk_resize::ResizeDisk;
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, HostName, VmName};
 
 /// Has the VM's host make a disk larger.
 pub async fn resize_disk(app: &App, name: &VmName, wish: &ResizeDisk) -> Outcome<Done> {
@@ -62,12 +62,8 @@ fn holder(app: &App, name: &VmName, instead: &str) -> Outcome<(HostName, AgentCl
         return Err(unknown_vm(name));
     }
     if app.state().place(name).is_none() {
-        return refuse(
-            ErrorCode::WrongState,
-            format!(
-                "no host has VM {name} yet: {instead} ('godwit vm edit {name} FILE'), or start it first"
-            ),
-        );
+        let instead = format!("{instead} ('godwit vm edit {name} FILE')");
+        return Err(on_no_host(name, Some(&instead)));
     }
     host_of(app, name)
 }

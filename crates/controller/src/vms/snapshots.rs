@@ -4,11 +4,11 @@
 
 use super::move_disks::{host_of, must_stay};
 use crate::app::App;
-use crate::error::{Outcome, refuse, unknown_vm};
+use crate::error::{Outcome, on_no_host, unknown_vm};
 use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::control_api::Done;
 use godwit_types::snapshots::{SnapshotRequest, Snapshots, TakeSnapshot};
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::{ApiError, VmName};
 
 /// Those that the VM's host knows.
 pub async fn snapshots(app: &App, name: &VmName) -> Outcome<Snapshots> {
@@ -54,9 +54,7 @@ async fn order(
         return Err(unknown_vm(name));
     }
     if app.state().place(name).is_none() {
-        let message =
-            format!("no host has VM {name} yet, and its disks hold nothing: start it first");
-        return refuse(ErrorCode::WrongState, message);
+        return Err(on_no_host(name, None));
     }
     let (host, agent) = host_of(app, name)?;
     let done = ordered(&agent).await;

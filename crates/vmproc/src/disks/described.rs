@@ -172,7 +172,7 @@ impl Place<'_> {
         Ok(Images::of_one(name, bytes, &random_number()?))
     }
 
-    /// The same of the disk's own image, which is open.
+    /// What the disk consists of whose own image is open; nothing of one that is no more than that image.
     pub fn load_of(&self, image: BorrowedFd<'_>) -> Result<Option<Images>, String> {
         if is_device_path(&self.spec.path) {
             return Ok(None);

@@ -216,7 +216,7 @@ impl Served {
             }
             Ok(false) if is_device_path(&place.path) && self.may_have_layers(spec) => {
                 let why = format!(
-                    "its disk '{name}' has snapshots, or what is left of deleted ones, and there is no place for them beside the block device {}: name a place in a directory, or delete its snapshots first",
+                    "its disk '{name}' has snapshots, or images of deleted ones that are not merged yet, and there is no place for them beside the block device {}: name a place in a directory, or delete its snapshots first",
                     place.path
                 );
                 return Err(self.not_so(&why));

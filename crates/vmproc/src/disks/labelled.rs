@@ -352,7 +352,7 @@ impl Served {
         }
     }
 
-    /// The same of a disk whose guest goes on: its device may have been made longer meanwhile.
+    /// Has the label of a disk whose guest goes on be at the end that its device has now: that may have been made longer meanwhile.
     pub(super) fn bring_label_to_end(&self, spec: &DiskSpec, image: BorrowedFd<'_>) {
         let what = self.what();
         if spec.read_only || !what.is_labelled(&spec.path) {

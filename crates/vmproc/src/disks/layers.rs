@@ -50,7 +50,7 @@ pub(super) struct Place<'a> {
     pub image: Option<(u64, u64)>,
 }
 
-/// The same for whoever looks later.
+/// A [`Place`] that is kept by whoever looks at its disk's images later.
 #[derive(Debug, Clone)]
 pub(super) struct OwnedPlace {
     config: VmProcessConfig,
@@ -75,7 +75,7 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or what is left of deleted ones, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it has snapshots, or images of deleted ones that are not merged yet, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 
@@ -88,7 +88,10 @@ pub(super) fn has_layers(config: &VmProcessConfig, uid: u32, path: &str) -> bool
     !is_device_path(path) && !found().is_err_and(is_none)
 }
 
-/// The same for whoever has the rights of the image's opener already.
+/// Whether there is a description beside this image, for whoever has the rights of the image's opener already. That nobody may look there counts as none,
+/// which is safe: it is asked with the rights of whoever opened the image through that directory; and the answer only decides which format the image's
+/// record has, which keeps it from builds that know of no snapshots, and for that what is known of the disk by its description ([`Served::layered`]) counts
+/// first.
 pub(super) fn has_layers_here(path: &str) -> bool {
     let found = description_of(Path::new(path)).symlink_metadata();
     let is_none = |error: io::Error| {
@@ -291,7 +294,7 @@ impl Place<'_> {
         }
     }
 
-    /// The same without the top.
+    /// Opens what lies between the disk's own image and the top, from the lowest to the highest, without those two.
     fn open_lower(
         &self,
         images: &Images,
@@ -304,8 +307,8 @@ impl Place<'_> {
             .collect()
     }
 
-    /// The same of what the disk has open by what it consisted of before: nothing long is read while it stands still. `merged`: one of them with
-    /// what it has got since, as whoever gave it that has it open.
+    /// What lies between the disk's own image and the top, taken from what the disk has open by what it consisted of before, so that nothing long is read
+    /// while it stands still; only what it lacks is opened. `merged`: one of them with what it has got since, as whoever gave it that has it open.
     pub fn keep_lower(
         &self,
         images: &Images,
@@ -332,7 +335,8 @@ impl Place<'_> {
         Ok(kept)
     }
 
-    /// The same with this top, which is open without a lock and is not frozen; no guest was told of anything that its tables do not say.
+    /// All that lies over the disk's own image, taken from what the disk has open ([`Self::keep_lower`]), with this top over it, which is open without a
+    /// lock and is not frozen; no guest was told of anything that its tables do not say.
     pub fn keep_under(
         &self,
         images: &Images,
@@ -548,12 +552,12 @@ impl Served {
     }
 }
 
-/// The file that says of what a delta of this name consists,
+/// The file that says of what a delta of this name consists.
 pub(super) fn descriptor_name(name: &str) -> String {
     format!("{name}.vmdk")
 }
 
-/// and the one that holds it.
+/// The file that holds the content of a delta of this name.
 pub(super) fn extent_name(name: &str) -> String {
     format!("{name}-sesparse.vmdk")
 }

@@ -6,10 +6,11 @@
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
 use super::layers::Place;
+use super::linked::stays_over;
 use super::moving::open_disk_image;
 use super::parts::Parts;
 use super::served::Served;
-use super::tidying::Held;
+use super::tidying::Paused;
 use super::{BLOCK, Disks, SourceDisks};
 use crate::adoption::lock;
 use godwit_blockio::delta::Words;
@@ -43,7 +44,7 @@ pub(super) struct Below {
     /// Bytes of all of them.
     pub bytes: u64,
     progress: Arc<Progress>,
-    _held: Held,
+    _paused: Paused,
 }
 
 #[derive(Debug)]
@@ -68,7 +69,7 @@ struct Progress {
 /// Disks with snapshots that are about to leave.
 #[derive(Debug, Default)]
 pub(super) struct Leaving {
-    held: Option<Held>,
+    paused: Option<Paused>,
     said: Vec<(u8, String)>,
     files: Vec<OneFile>,
     /// What else belongs to each, by its name.
@@ -109,13 +110,10 @@ impl Leaving {
             (_, true) => {}
         }
         if let Some(common) = found.as_ref().and_then(Images::common) {
-            return Err(refused(format!(
-                "it is linked to the image {}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and have it become one image with 'godwit vm move-disk'",
-                common.path
-            )));
+            return Err(refused(stays_over(common.path)));
         }
-        if self.held.is_none() {
-            self.held = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
+        if self.paused.is_none() {
+            self.paused = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }
         let (images, top) = served.freeze_alone(spec)?;
         let taken = self.note((&here, place), image, &images);
@@ -172,7 +170,7 @@ impl Leaving {
 
     /// All of them are noted; nothing where no disk has snapshots.
     pub(super) fn all(self) -> Option<Below> {
-        let held = self.held?;
+        let paused = self.paused?;
         let bytes = self.files.iter().map(|file| file.bytes).sum();
         let progress = Progress {
             left: AtomicU64::new(bytes),
@@ -183,7 +181,7 @@ impl Leaving {
             files: Mutex::new(self.files),
             bytes,
             progress: Arc::new(progress),
-            _held: held,
+            _paused: paused,
         })
     }
 }

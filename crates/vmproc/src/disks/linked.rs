@@ -22,18 +22,17 @@ use godwit_types::disk_move::Method;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use rustix::fs::{CWD, OFlags};
-use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::os::fd::AsFd as _;
 use std::path::Path;
-use std::sync::Mutex;
 
 /// What the log is told once of: it may be tried for days.
 const ABOVE: &str = "above";
 
-/// Why a linked disk with snapshots does not move, which begins as this image.
+/// Why a linked disk that begins as this image stays where it is: it does not go to another host, and with snapshots to no other place either.
 pub(super) fn stays_over(common: &str) -> String {
     format!(
-        "it has snapshots, or images of deleted ones that are not merged yet, over the image {common} to which it is linked, and that does not go along, since other disks may be linked to it, too: delete its snapshots first ('godwit vm snapshot list' tells when they are merged); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
     )
 }
 
@@ -64,18 +63,15 @@ impl Served {
 
     /// This is what a disk consists of; nothing of one that is one image.
     pub(super) fn note_images(&self, disk: &str, images: Option<&Images>) {
-        let is_linked = images.is_some_and(|images| images.common().is_some());
-        note(&self.layered, disk, images.is_some());
-        note(&self.linked, disk, is_linked);
+        match images {
+            Some(_) => lock(&self.layered).insert(disk.to_owned()),
+            None => lock(&self.layered).remove(disk),
+        };
+        match images.and_then(Images::common) {
+            Some(common) => lock(&self.linked).insert(disk.to_owned(), common.path.to_owned()),
+            None => lock(&self.linked).remove(disk),
+        };
     }
-}
-
-fn note(disks: &Mutex<BTreeSet<String>>, disk: &str, is_one: bool) {
-    let mut disks = lock(disks);
-    match is_one {
-        true => disks.insert(disk.to_owned()),
-        false => disks.remove(disk),
-    };
 }
 
 /// Removes it all, with the description. Returns whether there is nothing more of it, as of an image that was all of its disk.
@@ -97,7 +93,7 @@ pub(super) fn remove_above(former: &Former<'_>) -> bool {
 
 fn remove_described(former: &Former<'_>) -> Result<bool, String> {
     let at = description_of(former.path);
-    if at.symlink_metadata().is_err() {
+    if !is_there(&at)? {
         return Ok(true);
     }
     let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {
@@ -127,9 +123,18 @@ fn remove_described(former: &Former<'_>) -> Result<bool, String> {
     Ok(remove(&at))
 }
 
+/// Storage that does not answer does not say that there is nothing.
+fn is_there(path: &Path) -> Result<bool, String> {
+    match path.symlink_metadata() {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// Refuses another file than this delta; nothing may be there any more.
 fn must_be(extent: &Path, id: &str) -> Result<(), String> {
-    if extent.symlink_metadata().is_err() {
+    if !is_there(extent)? {
         return Ok(());
     }
     let id = id_of(id).ok_or("the name of a delta is no number")?;
@@ -232,6 +237,16 @@ mod tests {
         assert!(disk.remove_above());
         assert!(disk.left() == 1 && disk.own().exists());
         assert!(disk.remove_above(), "there is nothing more");
+    }
+
+    #[test]
+    fn an_error_is_no_answer_that_nothing_is_there() {
+        let disk = Disk::new();
+        assert_eq!(is_there(&disk.own()), Ok(true));
+        assert_eq!(is_there(&disk.dir.path().join("other.raw")), Ok(false));
+        let below_a_file = disk.own().join("other.raw");
+        assert!(is_there(&below_a_file).is_err());
+        assert!(must_be(&below_a_file, &"7".repeat(32)).is_err());
     }
 
     #[test]

@@ -139,7 +139,7 @@ impl AtRest {
         Ok((image, on))
     }
 
-    /// The same of several disks.
+    /// Opens and locks the images of several disks.
     pub(super) fn lock_all(&self, specs: &[DiskSpec]) -> Result<Vec<Image>, ApiError> {
         let lock = |spec| self.lock(spec).map(|(image, _)| image);
         specs.iter().map(lock).collect()

@@ -133,8 +133,8 @@ pub(super) struct Served {
     pub(super) descriptions: Mutex<()>,
     /// Disks that consist of more than their own image, by name.
     pub(super) layered: Mutex<BTreeSet<String>>,
-    /// Those of them that are linked to an image which others may have, too.
-    pub(super) linked: Mutex<BTreeSet<String>>,
+    /// Those of them that are linked to an image which others may have, too, with its path.
+    pub(super) linked: Mutex<BTreeMap<String, String>>,
     /// Images that nobody needs any more.
     pub(super) tidies: Tidies,
     /// Those with snapshots that come with the VM, by their places.

@@ -56,7 +56,7 @@ impl All<'_> {
         }
     }
 
-    /// The same where a disk comes to: its own image there is this one, once it is made.
+    /// The place of a disk where it comes to: its own image there is this one, once it is made.
     pub(super) fn place_there<'a>(
         &'a self,
         spec: &'a DiskSpec,
@@ -169,7 +169,8 @@ impl All<'_> {
         self.prepare_at(change, over, |_| None)
     }
 
-    /// The same, where `at` gives a directory for a disk's delta, which is not the disk's own, and a name that nothing has there.
+    /// What each is to consist of, as [`Self::prepare`] has it, where `at` gives a directory for a disk's delta, which is not the disk's own, and a
+    /// name that nothing has there.
     pub(super) fn prepare_at(
         &self,
         change: impl Fn(&Images, &Fresh) -> Result<Images, String>,
@@ -420,7 +421,7 @@ impl AtRest {
         }
     }
 
-    /// The same with their images locked, for as long as what comes with it is kept.
+    /// All disks that the guest may write, with their images locked for as long as what comes with them is kept.
     fn all_locked(&self) -> Result<(All<'_>, Vec<Image>), ApiError> {
         let mut all = self.all();
         let locked = self.lock_all(&all.specs)?;

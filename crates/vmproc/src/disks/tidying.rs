@@ -20,7 +20,7 @@ use godwit_snapshots::{Images, Tidying};
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::{Disk, Standing};
 use std::os::fd::{AsFd as _, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -41,8 +41,8 @@ const AGAIN_AFTER: Duration = Duration::from_secs(30);
 #[derive(Debug, Default)]
 pub(super) struct Tidies {
     works: AtomicBool,
-    /// Nothing is to be given up: a disk moves, and its images stay as they are.
-    is_held: AtomicBool,
+    /// For so many disks, or migrations, that move nothing is to be given up: their images stay as they are.
+    paused: AtomicU32,
     /// Nothing was left when a thread looked last, or one looks that was not asked again since it began.
     is_done: AtomicBool,
     /// When a thread began or ended last; nothing where it was asked for since.
@@ -59,23 +59,44 @@ impl Tidies {
     fn may_begin(&self) -> bool {
         let is_time = lock(&self.tried).is_none_or(|at| at.elapsed() >= AGAIN_AFTER);
         let may = is_time && self.why_not().is_none() && !self.is_done.load(Ordering::SeqCst);
-        let may = may && !self.works.swap(true, Ordering::SeqCst);
-        if may {
-            // Who asks for it from here on has it begin again.
-            self.is_done.store(true, Ordering::SeqCst);
-            *lock(&self.tried) = Some(Instant::now());
+        if !may || self.works.swap(true, Ordering::SeqCst) {
+            return false;
         }
-        may
+        // Who wants nothing begun says so, and looks then whether anybody works: one of both sees the other.
+        if self.why_not().is_some() {
+            self.works.store(false, Ordering::SeqCst);
+            return false;
+        }
+        // Who asks for it from here on has it begin again.
+        self.is_done.store(true, Ordering::SeqCst);
+        *lock(&self.tried) = Some(Instant::now());
+        true
     }
 
     /// Why nothing is given up just now, if that is so.
     fn why_not(&self) -> Option<&'static str> {
         let is = |said: &AtomicBool| said.load(Ordering::SeqCst);
-        match (is(&self.rests), is(&self.is_held)) {
+        match (is(&self.rests), self.is_paused()) {
             (true, _) => Some("the VM's process is being renewed"),
             (false, true) => Some("a disk of the VM moves"),
             (false, false) => None,
         }
+    }
+
+    fn is_paused(&self) -> bool {
+        self.paused.load(Ordering::SeqCst) > 0
+    }
+
+    /// Nothing is begun, and what is under way ends, until this is taken back by [`Self::go_on`].
+    fn pause(&self) {
+        self.paused.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Takes back one [`Self::pause`]: what was left may be tried at once.
+    fn go_on(&self) {
+        self.is_done.store(false, Ordering::SeqCst);
+        *lock(&self.tried) = None;
+        self.paused.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Until this is dropped nothing is begun; what is under way has until then to end.
@@ -117,15 +138,15 @@ impl Tidies {
     }
 }
 
-/// As long as this lives nothing is given up.
+/// As long as one of these lives nothing is given up.
 #[derive(Debug)]
-pub(super) struct Held(Arc<Served>);
+pub(super) struct Paused(Arc<Served>);
 
-impl Drop for Held {
+impl Drop for Paused {
     fn drop(&mut self) {
         let tidies = &self.0.tidies;
         tidies.is_due();
-        tidies.is_held.store(false, Ordering::SeqCst);
+        tidies.go_on();
     }
 }
 
@@ -164,19 +185,17 @@ impl Served {
     }
 
     /// Has images stay as they are, for disks that move: waits for whoever is at it, and not for long.
-    pub(super) fn hold_tidying(self: &Arc<Self>, limit: Duration) -> Result<Held, String> {
-        self.tidies.is_held.store(true, Ordering::SeqCst);
-        let held = Held(Arc::clone(self));
+    pub(super) fn hold_tidying(self: &Arc<Self>, limit: Duration) -> Result<Paused, String> {
+        self.tidies.pause();
+        let paused = Paused(Arc::clone(self));
         let until = Instant::now() + limit;
-        // Who looked before this was so begins within a moment.
-        std::thread::sleep(LOOK_EVERY);
         while self.tidies.works() {
             if Instant::now() >= until {
                 return Err("images of deleted snapshots are being merged just now, and the storage takes long for that: try again".to_owned());
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        Ok(held)
+        Ok(paused)
     }
 
     /// Begins to give up what nobody needs, unless a thread is at it, or nothing is left, or one has tried it just now.
@@ -529,5 +548,17 @@ mod tests {
             assert!(tidies.may_begin() && !tidies.end(String::new()));
             assert!(!tidies.may_begin(), "nothing was left");
         }
+    }
+
+    #[test]
+    fn it_is_paused_until_the_last_of_those_who_move_has_ended() {
+        let tidies = Tidies::default();
+        tidies.pause();
+        tidies.pause();
+        tidies.go_on();
+        assert!(!tidies.may_begin() && !tidies.works());
+        assert_eq!(tidies.why_not(), Some("a disk of the VM moves"));
+        tidies.go_on();
+        assert!(tidies.why_not().is_none() && tidies.may_begin());
     }
 }

@@ -67,14 +67,13 @@ impl Place<'_> {
             return Ok(true);
         }
         let file = self.open_file_of(images, name, false)?;
-        match id.map(|id| Delta::unlocked((file, &path), id, BLOCK)) {
-            None => {
-                let file = self.open_file_of(images, name, false)?;
-                is_empty((file, &path), BLOCK).map_err(|error| error.to_string())
-            }
-            Some(Ok(_)) => Ok(true),
-            Some(Err(error)) if error.is_of_storage() => Err(error.to_string()),
-            Some(Err(_)) => Ok(false),
+        let Some(id) = id else {
+            return is_empty((file, &path), BLOCK).map_err(|error| error.to_string());
+        };
+        match Delta::unlocked((file, &path), id, BLOCK) {
+            Ok(_) => Ok(true),
+            Err(error) if error.is_of_storage() => Err(error.to_string()),
+            Err(_) => Ok(false),
         }
     }
 
