@@ -94,8 +94,7 @@ impl Tidies {
 
     /// Takes back one [`Self::pause`]: what was left may be tried at once.
     fn go_on(&self) {
-        self.is_done.store(false, Ordering::SeqCst);
-        *lock(&self.tried) = None;
+        self.is_due();
         self.paused.fetch_sub(1, Ordering::SeqCst);
     }
 
@@ -144,9 +143,7 @@ pub(super) struct Paused(Arc<Served>);
 
 impl Drop for Paused {
     fn drop(&mut self) {
-        let tidies = &self.0.tidies;
-        tidies.is_due();
-        tidies.go_on();
+        self.0.tidies.go_on();
     }
 }
 
