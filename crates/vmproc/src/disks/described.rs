@@ -13,6 +13,7 @@
 //! written or that contradict themselves, storage that keeps no marks, and disks on block devices.
 
 use super::claim::Denied;
+use super::entry::{Entry, Found};
 use super::layers::{Place, random_number};
 use super::served::open_file;
 use godwit_qemu::rights::as_user;
@@ -131,6 +132,34 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
 pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bool, String> {
     let mark = mark_of(image).map_err(|error| error.to_string())?;
     Ok(mark.is_of(&images.mark))
+}
+
+/// What the image at this path is a part of, for whoever looks with the rights of this process; nothing where it is all of its disk.
+pub(super) fn described_beside(
+    path: &Path,
+    image: BorrowedFd<'_>,
+) -> Result<Option<Images>, String> {
+    let at = description_of(path);
+    let told = |why: &dyn std::fmt::Display| format!("{}: {why}", at.display());
+    let mark = mark_of(image).map_err(|error| format!("its mark cannot be read: {error}"))?;
+    let (found, entry) = Entry::looked_at(&at).map_err(|error| told(&error))?;
+    let images: Option<Images> = match found {
+        Found::Nothing => None,
+        Found::Other => return Err(told(&"it is no file")),
+        Found::File(_) => {
+            let mut content = Vec::new();
+            let file = entry.open().map_err(|error| told(&error))?;
+            let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut content);
+            read.map_err(|error| told(&error))?;
+            Some(json_of(&at, &content).map_err(|error| error.to_string())?)
+        }
+    };
+    if let Some(images) = &images {
+        images.check().map_err(|why| told(&why))?;
+    }
+    let number = images.as_ref().map(|images| images.mark.as_str());
+    let counts = judge(&mark, number).map_err(|why| format!("the image {why}"))?;
+    Ok(images.filter(|_| counts))
 }
 
 /// Has the image bear it, durably, whatever it said before.
