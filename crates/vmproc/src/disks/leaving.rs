@@ -48,8 +48,10 @@ pub(super) struct Below {
 
 #[derive(Debug)]
 struct OneFile {
-    /// The disk's place.
+    /// The disk's place,
     place: u8,
+    /// and the path of its own image.
+    path: String,
     /// Where its first byte is among the files of its disk.
     begins: u64,
     image: Image,
@@ -63,6 +65,8 @@ struct Progress {
     is_done: AtomicBool,
     is_over: AtomicBool,
     failure: Mutex<Option<String>>,
+    /// The path of the disk of which something could not be read.
+    unread: Mutex<Option<String>>,
 }
 
 /// Disks with snapshots that are about to leave.
@@ -145,6 +149,7 @@ impl Leaving {
         let bytes_of = |name: &str| here.bytes_of(images, name).unwrap_or_default();
         self.files.push(OneFile {
             place,
+            path: here.spec.path.clone(),
             begins: 0,
             image: Image::of(own, path, Access::ReadOnly, BLOCK).map_err(told)?,
             bytes: bytes_of(here.file_name()?),
@@ -159,6 +164,7 @@ impl Leaving {
             let file = here.open_part(images, name)?;
             self.files.push(OneFile {
                 place,
+                path: here.spec.path.clone(),
                 begins: stride.saturating_mul(number),
                 image: Image::of(file, Path::new(name), Access::ReadOnly, BLOCK).map_err(told)?,
                 bytes: bytes_of(name),
@@ -227,6 +233,11 @@ impl Below {
         }
     }
 
+    /// The path of the disk of which something could not be read, if one could not.
+    pub(super) fn unread(&self) -> Option<String> {
+        lock(&self.progress.unread).clone()
+    }
+
     /// Why it cannot be sent.
     pub(super) fn failure(&self) -> Option<String> {
         let failure = lock(&self.progress.failure).clone()?;
@@ -260,6 +271,9 @@ impl Progress {
                     !self.is_over.load(Ordering::Acquire)
                 },
             );
+            if course.is_unreadable() {
+                *lock(&self.unread) = Some(file.path.clone());
+            }
             if !ended.map_err(told)? {
                 return Ok(false);
             }

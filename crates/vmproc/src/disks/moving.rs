@@ -494,6 +494,13 @@ impl SourceDisks {
                 served.note_whole(place, disk.faults);
             }
         }
+        if let Some(path) = self.unread_below() {
+            self.all.0.note_read(&path, false);
+        }
+    }
+
+    fn unread_below(&self) -> Option<String> {
+        self.below.as_ref().and_then(Below::unread)
     }
 }
 
@@ -503,7 +510,7 @@ impl Drop for SourceDisks {
         self.disks.iter().for_each(|disk| disk.course.give_up());
         // Whatever ended it first.
         let mut disks = self.disks.iter();
-        if disks.any(|disk| disk.course.is_unreadable()) {
+        if disks.any(|disk| disk.course.is_unreadable()) || self.unread_below().is_some() {
             self.note_read();
         }
     }
