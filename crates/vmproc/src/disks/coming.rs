@@ -252,6 +252,11 @@ impl Served {
         changed.map_err(|error| told(spec, &error))
     }
 
+    /// Whether something else than the disks may have their images open: that came just now, and has the locks, too.
+    pub(super) fn still_comes(&self) -> bool {
+        self.what().arriving.is_some() || lock(&self.filled).strong_count() > 0
+    }
+
     /// They are this host's, under their names.
     pub(super) fn have_come(&self) {
         let (what, come) = (self.what(), std::mem::take(&mut *lock(&self.coming)));

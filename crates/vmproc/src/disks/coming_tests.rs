@@ -176,3 +176,21 @@ fn what_was_not_announced_or_is_said_otherwise_later_is_refused() {
     assert!(refused.contains("something else now"), "{refused}");
     disks.end();
 }
+
+#[test]
+fn nothing_of_what_came_is_given_up_before_the_migration_has_let_go_of_it() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let (served, channels) = (&disks.0, disks.filling());
+    assert!(served.still_comes());
+    served.amend(|what| {
+        let arrival = what.arriving.as_mut().unwrap();
+        arrival.is_here = true;
+    });
+    served.keep_arrived().unwrap();
+    assert!(served.still_comes(), "its locks are the channels', too");
+    drop(channels);
+    assert!(!served.still_comes());
+    disks.end();
+}
