@@ -194,3 +194,24 @@ fn nothing_of_what_came_is_given_up_before_the_migration_has_let_go_of_it() {
     assert!(!served.still_comes());
     disks.end();
 }
+
+#[test]
+fn what_disks_consist_of_is_noted_no_more_once_their_migration_is_over_and_they_stay() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let parts = Parts {
+        mark: "5".repeat(32),
+        files: Vec::new(),
+    };
+    let change = |what: &mut super::super::served::ServedDisks| {
+        what.leaving = Some(migration("m").id);
+        what.leaving_parts = BTreeMap::from([("root".to_owned(), parts.clone())]);
+    };
+    disks.0.change(change).unwrap();
+    disks.forget_leaving_parts(&migration("another").id);
+    assert!(!disks.0.what().leaving_parts.is_empty());
+    disks.forget_leaving_parts(&migration("m").id);
+    assert!(disks.0.what().leaving_parts.is_empty());
+    disks.end();
+}

@@ -21,7 +21,7 @@ use godwit_snapshots::{Images, Kind};
 use godwit_streams::source::Changes;
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::DiskSpec;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, MigrationId};
 use godwit_wire::BELOW;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
@@ -290,6 +290,18 @@ impl Disks {
         parts: BTreeMap<String, Parts>,
     ) -> Result<(), ApiError> {
         self.0.change(|what| what.leaving_parts = parts)
+    }
+
+    /// The disks stay after all: a program of the version before does not read what is noted of them for this migration.
+    pub(crate) fn forget_leaving_parts(&self, migration: &MigrationId) {
+        let what = self.0.what();
+        let is_of_it = what.leaving.as_ref() == Some(migration);
+        if !is_of_it || what.leaving_parts.is_empty() {
+            return;
+        }
+        if let Err(error) = self.0.change(|what| what.leaving_parts.clear()) {
+            tracing::warn!(%error, "what the VM's disks consist of stays noted for a migration that is over");
+        }
     }
 }
 
