@@ -118,6 +118,10 @@ impl Leaving {
                 common.path
             )));
         }
+        let has_room = found
+            .as_ref()
+            .map_or(Ok(()), Images::must_have_room_to_move);
+        has_room.map_err(refused)?;
         if self.held.is_none() {
             self.held = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }

@@ -110,6 +110,7 @@ impl Served {
         if let Some(common) = found.common() {
             return Err(stays_over(common.path).into());
         }
+        found.must_have_room_to_move()?;
         let spec = DiskSpec {
             path: going.place.path.clone(),
             shared: going.place.shared,
