@@ -215,3 +215,39 @@ fn what_disks_consist_of_is_noted_no_more_once_their_migration_is_over_and_they_
     assert!(disks.0.what().leaving_parts.is_empty());
     disks.end();
 }
+
+#[test]
+fn what_is_kept_beside_a_disk_has_its_empty_deltas_after_the_next_snapshot_too() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), false);
+    let at = |name: &str| directory.path().join(name);
+    let parent = Parent {
+        cid: 7,
+        hint: "root.raw.vmdk".to_owned(),
+    };
+    for number in 1..=3_u8 {
+        let new = NewDelta {
+            descriptor: &at(&format!("root.raw.d{number}.vmdk")),
+            bytes: BYTES,
+            id: Id([number; 16]),
+            parent: &parent,
+        };
+        create(&new).unwrap();
+    }
+    // It names the first two.
+    std::fs::write(at("root.raw.kept-l.images"), said(BYTES)).unwrap();
+    let what = disks.0.what();
+    let all = disks.0.all();
+    let place = all.place(&what.disks[0]);
+    let images = Images::of_one("root.raw", BYTES, &"6".repeat(32));
+    let is_there = |number: u8| at(&format!("root.raw.d{number}-sesparse.vmdk")).exists();
+    std::fs::write(at("root.raw.kept-m.images"), "{").unwrap();
+    place.remove_unnamed(&images);
+    assert!(is_there(3), "it may belong to what is kept");
+    std::fs::remove_file(at("root.raw.kept-m.images")).unwrap();
+    place.remove_unnamed(&images);
+    let there: Vec<bool> = (1..=3).map(is_there).collect();
+    assert_eq!(there, [true, true, false]);
+    disks.end();
+}

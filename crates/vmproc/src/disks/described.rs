@@ -142,24 +142,28 @@ pub(super) fn described_beside(
     let at = description_of(path);
     let told = |why: &dyn std::fmt::Display| format!("{}: {why}", at.display());
     let mark = mark_of(image).map_err(|error| format!("its mark cannot be read: {error}"))?;
-    let (found, entry) = Entry::looked_at(&at).map_err(|error| told(&error))?;
-    let images: Option<Images> = match found {
-        Found::Nothing => None,
-        Found::Other => return Err(told(&"it is no file")),
-        Found::File(_) => {
-            let mut content = Vec::new();
-            let file = entry.open().map_err(|error| told(&error))?;
-            let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut content);
-            read.map_err(|error| told(&error))?;
-            Some(json_of(&at, &content).map_err(|error| error.to_string())?)
-        }
-    };
+    let images = read_description(&at).map_err(|error| told(&error))?;
     if let Some(images) = &images {
         images.check().map_err(|why| told(&why))?;
     }
     let number = images.as_ref().map(|images| images.mark.as_str());
     let counts = judge(&mark, number).map_err(|why| format!("the image {why}"))?;
     Ok(images.filter(|_| counts))
+}
+
+/// A description as it is, whoever wrote it and whatever image lies beside it; nothing where there is none.
+pub(super) fn read_description(at: &Path) -> Result<Option<Images>, NotDone> {
+    let (found, entry) = Entry::looked_at(at)?;
+    match found {
+        Found::Nothing => Ok(None),
+        Found::Other => Err(NotDone::Why("it is no file".to_owned())),
+        Found::File(_) => {
+            let (file, mut content) = (entry.open()?, Vec::new());
+            file.take(DOCUMENT_BYTES_MAX + 1)
+                .read_to_end(&mut content)?;
+            json_of(at, &content).map(Some).map_err(not_done)
+        }
+    }
 }
 
 /// Has the image bear it, durably, whatever it said before.
