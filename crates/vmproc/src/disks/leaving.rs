@@ -125,6 +125,8 @@ impl Leaving {
         if self.held.is_none() {
             self.held = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }
+        let removed = served.remove_what_left(&here, own.as_fd());
+        removed.map_err(refused)?;
         let (images, top) = served.freeze_alone(spec)?;
         let taken = self.note((&here, place), image, &images);
         taken.map_err(refused)?;

@@ -29,7 +29,7 @@ use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -111,6 +111,7 @@ impl Served {
             return Err(stays_over(common.path).into());
         }
         found.must_have_room_to_move()?;
+        self.remove_what_left(&place, own.as_fd())?;
         let spec = DiskSpec {
             path: going.place.path.clone(),
             shared: going.place.shared,
@@ -139,6 +140,23 @@ impl Served {
             names,
             top,
         }))
+    }
+
+    /// Removes what is part of a disk no more before that goes elsewhere: nobody would know of it here. Nothing is tidied meanwhile.
+    pub(super) fn remove_what_left(
+        &self,
+        place: &Place<'_>,
+        own: BorrowedFd<'_>,
+    ) -> Result<(), String> {
+        let _one = lock(&self.descriptions);
+        let Some(images) = place.load_of(own)? else {
+            return Ok(());
+        };
+        if images.leaving.is_empty() {
+            return Ok(());
+        }
+        place.confirm(own, &images)?;
+        place.remove_what_leaves(&images)
     }
 
     /// Freezes the top of one disk, of which nothing is to be kept, under a new one. Returns what the disk consists of, and the states of that.
