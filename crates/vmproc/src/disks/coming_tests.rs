@@ -130,6 +130,14 @@ fn what_comes_of_a_disk_with_snapshots_is_put_together_and_goes_as_a_whole_where
     let top = filling[0].get().unwrap();
     apply(top, 4096 + 512, &[8; 512]);
     top.sync().unwrap();
+    // Somebody takes the disk's own image away, and puts it back.
+    let own = directory.path().join("root.raw.arriving-m");
+    let away = directory.path().join("away");
+    std::fs::rename(&own, &away).unwrap();
+    std::fs::copy(&away, &own).unwrap();
+    let another = disks.are_whole(Generation(2)).unwrap_err().message;
+    assert!(another.contains("is not the image any more"), "{another}");
+    std::fs::rename(&away, &own).unwrap();
     for _ in 0..2 {
         disks.are_whole(Generation(2)).unwrap();
     }

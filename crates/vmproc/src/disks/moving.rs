@@ -28,6 +28,7 @@ use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
+use godwit_wire::BELOW;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use std::fs::File;
@@ -314,7 +315,9 @@ impl Served {
     /// Nobody has taken away, exchanged or cut what was filled.
     fn what_came_is_there(&self, what: &ServedDisks) -> Result<(), ApiError> {
         let filling = Arc::clone(&*lock(&self.filling));
-        let mut all = filling.iter().zip(&what.disks);
+        // Of what comes in several files that is the disk's own image.
+        let below = filling.iter().skip(usize::from(BELOW)).zip(&what.disks);
+        let mut all = filling.iter().zip(&what.disks).chain(below);
         all.try_for_each(|(image, disk)| {
             let whole = image.get().map_or(Ok(()), Arriving::must_be_whole);
             whole.map_err(|why| self.refused(disk, &why))
