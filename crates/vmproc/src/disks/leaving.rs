@@ -62,6 +62,8 @@ struct OneFile {
 #[derive(Debug, Default)]
 struct Progress {
     left: AtomicU64,
+    /// Which of the files is sent, and what of that one is not given yet.
+    file: Mutex<Option<(usize, u64)>>,
     is_done: AtomicBool,
     is_over: AtomicBool,
     failure: Mutex<Option<String>>,
@@ -264,7 +266,7 @@ impl Progress {
     fn send_all(&self, files: &[OneFile], changes: &Changes, pace: &Pace) -> Result<bool, String> {
         let told = |error: godwit_blockio::Error| error.to_string();
         let mut rest: u64 = files.iter().map(|file| file.bytes).sum();
-        for file in files {
+        for (number, file) in files.iter().enumerate() {
             rest = rest.saturating_sub(file.bytes);
             let course = Course::at(pace);
             let outlet = changes.of_disk(file.place | BELOW, &course).map_err(told)?;
@@ -274,6 +276,7 @@ impl Progress {
                 |course| {
                     let left = rest.saturating_add(course.left_bytes().min(file.bytes));
                     self.left.store(left, Ordering::Relaxed);
+                    *lock(&self.file) = Some((number, course.left_bytes()));
                     !self.is_over.load(Ordering::Acquire)
                 },
             );
@@ -332,6 +335,13 @@ impl SourceDisks {
     /// Bytes of that.
     pub(crate) fn below_bytes(&self) -> u64 {
         self.below.as_ref().map_or(0, |below| below.bytes)
+    }
+
+    /// Which of its files is sent, and the bytes of that which are not carried out yet: they become ever less. Nothing before the first one.
+    pub(crate) fn below_not_there(&self) -> Option<(usize, u64)> {
+        let below = self.below.as_ref()?;
+        let (file, left) = (*lock(&below.progress.file))?;
+        Some((file, left.saturating_add(self.changes.under_way_bytes())))
     }
 
     /// Those of it that are still to be sent.

@@ -20,7 +20,7 @@ use crate::faults::reached;
 use crate::hypervisor::internal;
 use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
-use godwit_blockio::{Access, Image, SecondImage};
+use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
 use godwit_delta::{Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_snapshots::{Elsewhere, Images, Kind};
@@ -281,11 +281,16 @@ impl Served {
         let second = SecondImage::of(&pair.to, shares, &course)?;
         let mut still = Still::new(&pair.from, second.outlet()?, &course)?;
         let bytes = still.left_bytes();
-        let mut stopped = None;
+        let (mut stopped, mut nearer) = (None, Nearer::default());
         let ended = still.run(
             || second.under_way_bytes(),
             |course| {
                 self.note_below(going, progress, bytes.saturating_sub(course.left_bytes()));
+                let left = course.left_bytes().saturating_add(second.under_way_bytes());
+                if !nearer.observe(Instant::now(), left) {
+                    stopped = Some(Stopped::Failed(no_nearer(left)));
+                    return false;
+                }
                 match self.may_go_on(going, disk) {
                     Ok(()) => true,
                     Err(why) => {
@@ -376,6 +381,14 @@ impl Served {
             }
         }
     }
+}
+
+fn no_nearer(left: u64) -> String {
+    format!(
+        "what its snapshots hold gets no nearer to being copied: {} MiB of an image are left since {} s; see whether the storage of its new place answers",
+        left >> 20,
+        NO_NEARER.as_secs()
+    )
 }
 
 impl Place<'_> {
