@@ -248,6 +248,18 @@ impl Images {
         self.frozen(fresh).checked()
     }
 
+    /// Refuses to move a disk whose chain is as long as one may be: its top is frozen for that, and could not be frozen once more where it comes to, so
+    /// that nothing of it could be merged under a guest that writes.
+    pub fn must_have_room_to_move(&self) -> Result<(), Refusal> {
+        match self.chain(&self.top).len() >= CHAIN_MAX - 1 {
+            false => Ok(()),
+            true => Err(format!(
+                "{} images lie over one another already, and a move needs one more: delete some snapshots, and move it once they are merged ('godwit vm snapshot list' tells)",
+                CHAIN_MAX - 1
+            )),
+        }
+    }
+
     fn frozen(&self, fresh: &Fresh) -> Self {
         let mut now = self.clone();
         let below = now.top.clone();

@@ -75,6 +75,18 @@ fn the_longest_chain_leaves_room_for_being_merged() {
     images.freeze(&fresh(&images)).unwrap();
 }
 
+/// What is frozen for a move has to be merged where it comes to.
+#[test]
+fn a_disk_with_the_longest_chain_is_not_moved() {
+    let mut images = one();
+    while images.chain(&images.top).len() < CHAIN_MAX - 1 {
+        images.must_have_room_to_move().unwrap();
+        images = take(&images, &format!("s{}", images.next)).unwrap();
+    }
+    let refused = images.must_have_room_to_move().unwrap_err();
+    assert!(refused.contains("delete some snapshots"), "{refused}");
+}
+
 #[test]
 fn a_snapshot_counts_as_quiesced_only_once_that_is_said_of_it() {
     let images = take(&take(&one(), "first").unwrap(), "second").unwrap();

@@ -437,6 +437,11 @@ impl Vm {
     // ---- its end ----
 
     pub(crate) fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
+        if let Some(hyper) = &self.hyper
+            && ending != Ending::Completed
+        {
+            hyper.disks.forget_leaving_parts(id);
+        }
         let Some(migration) = self.migration.take_if(|migration| migration.id == *id) else {
             return self.end_orphan(id, ending);
         };

@@ -81,6 +81,11 @@ impl ChangeChannels {
         }
     }
 
+    /// All have come, and the images are disks: nothing keeps them from here on.
+    pub fn let_go_of_disks(&mut self) {
+        self.disks = Disks::default();
+    }
+
     /// So many will come, on which later numbers than ever before are sent.
     pub fn begin(&mut self, expected: u32) {
         self.expected = expected as usize;

@@ -80,6 +80,11 @@ impl Channels {
         }
     }
 
+    /// The disks are a guest's that runs here: nothing keeps their images from here on.
+    pub fn let_go_of_disks(&mut self) {
+        self.changes.let_go_of_disks();
+    }
+
     /// The set has begun with this many, and these beside them for changes of disks; `false`: it had begun before.
     pub fn begin(&mut self, first: u32, changes: u32) -> bool {
         if !self.slots.is_empty() {

@@ -321,6 +321,11 @@ impl DestinationDriver {
 
     fn turn(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         self.commands()?;
+        if self.lingers && !self.disks.is_empty() {
+            // Who else has them open keeps their locks.
+            self.disks = Disks::default();
+            set.channels.let_go_of_disks();
+        }
         self.admit(set)?;
         self.look_at_channels(set)?;
         self.look_at_memory(set)?;

@@ -97,7 +97,7 @@ impl Served {
         let images: Images = json_of(&at, said.as_bytes()).map_err(|error| error.to_string())?;
         images.check()?;
         let disk = self.disk(usize::from(place))?;
-        let own = own_image(spec, &disk)?;
+        let own = self.own_coming(spec, &disk)?;
         if own.bytes() != images.bytes {
             return Err(format!(
                 "its source says that it has {} bytes, and said {} before",
@@ -206,7 +206,7 @@ impl Served {
         let deltas = here.open_made(&one.images, &one.made)?;
         let (top, lower) = deltas.split_last().ok_or("it has no top")?;
         let disk = self.disk(usize::from(place))?;
-        let own = own_image(spec, &disk)?;
+        let own = self.own_coming(spec, &disk)?;
         let filled = Arriving::over(top, lower, &own).map_err(|error| error.to_string())?;
         here.describe_coming(own.as_fd(), &one.images)?;
         let set = slot(place)?.set(filled);
@@ -252,6 +252,24 @@ impl Served {
         changed.map_err(|error| told(spec, &error))
     }
 
+    /// Whether something else than the disks may have their images open: that came just now, and has the locks, too.
+    pub(super) fn still_comes(&self) -> bool {
+        self.what().arriving.is_some() || lock(&self.filled).strong_count() > 0
+    }
+
+    /// The disk's own image, which this process has open, under the name that it has while it comes.
+    fn own_coming(&self, spec: &DiskSpec, disk: &Disk) -> Result<Image, String> {
+        let own = disk.lend_image().map_err(|error| told(spec, &error))?;
+        let what = self.what();
+        let arrival = what.arriving.as_ref();
+        let path = arrival.map_or_else(
+            || spec.path.clone(),
+            |arrival| arriving_path(&spec.path, &arrival.migration),
+        );
+        let image = Image::of(File::from(own), Path::new(&path), Access::ReadWrite, BLOCK);
+        image.map_err(|error| error.to_string())
+    }
+
     /// They are this host's, under their names.
     pub(super) fn have_come(&self) {
         let (what, come) = (self.what(), std::mem::take(&mut *lock(&self.coming)));
@@ -271,14 +289,6 @@ impl Served {
             .flat_map(|arrival| arrival.parts.values());
         parts.try_for_each(Parts::must_be_there)
     }
-}
-
-/// The disk's own image, which this process has open.
-fn own_image(spec: &DiskSpec, disk: &Disk) -> Result<Image, String> {
-    let own = disk.lend_image().map_err(|error| told(spec, &error))?;
-    let path = Path::new(&spec.path);
-    let image = Image::of(File::from(own), path, Access::ReadWrite, BLOCK);
-    image.map_err(|error| error.to_string())
 }
 
 impl Place<'_> {

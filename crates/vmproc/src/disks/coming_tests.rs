@@ -130,6 +130,14 @@ fn what_comes_of_a_disk_with_snapshots_is_put_together_and_goes_as_a_whole_where
     let top = filling[0].get().unwrap();
     apply(top, 4096 + 512, &[8; 512]);
     top.sync().unwrap();
+    // Somebody takes the disk's own image away, and puts it back.
+    let own = directory.path().join("root.raw.arriving-m");
+    let away = directory.path().join("away");
+    std::fs::rename(&own, &away).unwrap();
+    std::fs::copy(&away, &own).unwrap();
+    let another = disks.are_whole(Generation(2)).unwrap_err().message;
+    assert!(another.contains("is not the image any more"), "{another}");
+    std::fs::rename(&away, &own).unwrap();
     for _ in 0..2 {
         disks.are_whole(Generation(2)).unwrap();
     }
@@ -174,5 +182,80 @@ fn what_was_not_announced_or_is_said_otherwise_later_is_refused() {
     let other = said(BYTES).replace(&"5".repeat(32), &"6".repeat(32));
     let refused = disks.take_layers(0, Some(&other)).unwrap_err();
     assert!(refused.contains("something else now"), "{refused}");
+    disks.end();
+}
+
+#[test]
+fn nothing_of_what_came_is_given_up_before_the_migration_has_let_go_of_it() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let (served, channels) = (&disks.0, disks.filling());
+    assert!(served.still_comes());
+    served.amend(|what| {
+        let arrival = what.arriving.as_mut().unwrap();
+        arrival.is_here = true;
+    });
+    served.keep_arrived().unwrap();
+    assert!(served.still_comes(), "its locks are the channels', too");
+    drop(channels);
+    assert!(!served.still_comes());
+    disks.end();
+}
+
+#[test]
+fn what_disks_consist_of_is_noted_no_more_once_their_migration_is_over_and_they_stay() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let parts = Parts {
+        mark: "5".repeat(32),
+        files: Vec::new(),
+    };
+    let change = |what: &mut super::super::served::ServedDisks| {
+        what.leaving = Some(migration("m").id);
+        what.leaving_parts = BTreeMap::from([("root".to_owned(), parts.clone())]);
+    };
+    disks.0.change(change).unwrap();
+    disks.forget_leaving_parts(&migration("another").id);
+    assert!(!disks.0.what().leaving_parts.is_empty());
+    disks.forget_leaving_parts(&migration("m").id);
+    assert!(disks.0.what().leaving_parts.is_empty());
+    disks.end();
+}
+
+#[test]
+fn what_is_kept_beside_a_disk_has_its_empty_deltas_after_the_next_snapshot_too() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), false);
+    let at = |name: &str| directory.path().join(name);
+    let parent = Parent {
+        cid: 7,
+        hint: "root.raw.vmdk".to_owned(),
+    };
+    for number in 1..=3_u8 {
+        let new = NewDelta {
+            descriptor: &at(&format!("root.raw.d{number}.vmdk")),
+            bytes: BYTES,
+            id: Id([number; 16]),
+            parent: &parent,
+        };
+        create(&new).unwrap();
+    }
+    // It names the first two.
+    std::fs::write(at("root.raw.kept-l.images"), said(BYTES)).unwrap();
+    let what = disks.0.what();
+    let all = disks.0.all();
+    let place = all.place(&what.disks[0]);
+    let images = Images::of_one("root.raw", BYTES, &"6".repeat(32));
+    let is_there = |number: u8| at(&format!("root.raw.d{number}-sesparse.vmdk")).exists();
+    std::fs::write(at("root.raw.kept-m.images"), "{").unwrap();
+    place.remove_unnamed(&images);
+    assert!(is_there(3), "it may belong to what is kept");
+    std::fs::remove_file(at("root.raw.kept-m.images")).unwrap();
+    place.remove_unnamed(&images);
+    let there: Vec<bool> = (1..=3).map(is_there).collect();
+    assert_eq!(there, [true, true, false]);
     disks.end();
 }

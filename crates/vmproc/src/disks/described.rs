@@ -13,6 +13,7 @@
 //! written or that contradict themselves, storage that keeps no marks, and disks on block devices.
 
 use super::claim::Denied;
+use super::entry::{Entry, Found};
 use super::layers::{Place, random_number};
 use super::served::open_file;
 use godwit_qemu::rights::as_user;
@@ -131,6 +132,38 @@ fn mark_of(image: BorrowedFd<'_>) -> Result<Mark, NotDone> {
 pub(super) fn bears_mark_of(image: BorrowedFd<'_>, images: &Images) -> Result<bool, String> {
     let mark = mark_of(image).map_err(|error| error.to_string())?;
     Ok(mark.is_of(&images.mark))
+}
+
+/// What the image at this path is a part of, for whoever looks with the rights of this process; nothing where it is all of its disk.
+pub(super) fn described_beside(
+    path: &Path,
+    image: BorrowedFd<'_>,
+) -> Result<Option<Images>, String> {
+    let at = description_of(path);
+    let told = |why: &dyn std::fmt::Display| format!("{}: {why}", at.display());
+    let mark = mark_of(image).map_err(|error| format!("its mark cannot be read: {error}"))?;
+    let images = read_description(&at).map_err(|error| told(&error))?;
+    if let Some(images) = &images {
+        images.check().map_err(|why| told(&why))?;
+    }
+    let number = images.as_ref().map(|images| images.mark.as_str());
+    let counts = judge(&mark, number).map_err(|why| format!("the image {why}"))?;
+    Ok(images.filter(|_| counts))
+}
+
+/// A description as it is, whoever wrote it and whatever image lies beside it; nothing where there is none.
+pub(super) fn read_description(at: &Path) -> Result<Option<Images>, NotDone> {
+    let (found, entry) = Entry::looked_at(at)?;
+    match found {
+        Found::Nothing => Ok(None),
+        Found::Other => Err(NotDone::Why("it is no file".to_owned())),
+        Found::File(_) => {
+            let (file, mut content) = (entry.open()?, Vec::new());
+            file.take(DOCUMENT_BYTES_MAX + 1)
+                .read_to_end(&mut content)?;
+            json_of(at, &content).map(Some).map_err(not_done)
+        }
+    }
 }
 
 /// Has the image bear it, durably, whatever it said before.

@@ -4,7 +4,6 @@
 //! again. Refuses: to write down what is known of an image that is not the disk's any more.
 
 use super::images::keep_names;
-use super::moving::Filling;
 use super::served::{Served, ServedDisks};
 use super::{Disks, MEND_EVERY};
 use crate::adoption::lock;
@@ -112,11 +111,15 @@ impl Served {
     }
 
     /// Makes the names of images durable that came with the guest. Where that fails whoever starts the VM next finds them.
-    fn keep_arrived(&self) -> Result<(), ApiError> {
+    pub(super) fn keep_arrived(&self) -> Result<(), ApiError> {
         if !self.has_arrived() {
             return Ok(());
         }
-        *lock(&self.filling) = Filling::default();
+        let filled = std::mem::take(&mut *lock(&self.filling));
+        if !filled.is_empty() {
+            *lock(&self.filled) = Arc::downgrade(&filled);
+        }
+        drop(filled);
         self.have_come();
         keep_names(&self.what().disks, None).map_err(internal)?;
         self.change(|what| what.arriving = None)

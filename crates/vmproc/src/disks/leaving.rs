@@ -22,7 +22,7 @@ use godwit_snapshots::{Images, Kind};
 use godwit_streams::source::Changes;
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::DiskSpec;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, MigrationId};
 use godwit_wire::BELOW;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
@@ -49,8 +49,10 @@ pub(super) struct Below {
 
 #[derive(Debug)]
 struct OneFile {
-    /// The disk's place.
+    /// The disk's place,
     place: u8,
+    /// and the path of its own image.
+    path: String,
     /// Where its first byte is among the files of its disk.
     begins: u64,
     image: Image,
@@ -61,9 +63,13 @@ struct OneFile {
 #[derive(Debug, Default)]
 struct Progress {
     left: AtomicU64,
+    /// Which of the files is sent, and what of that one is not given yet.
+    file: Mutex<Option<(usize, u64)>>,
     is_done: AtomicBool,
     is_over: AtomicBool,
     failure: Mutex<Option<String>>,
+    /// The path of the disk of which something could not be read.
+    unread: Mutex<Option<String>>,
 }
 
 /// Disks with snapshots that are about to leave.
@@ -112,9 +118,15 @@ impl Leaving {
         if let Some(common) = found.as_ref().and_then(Images::common) {
             return Err(refused(stays_over(common.path)));
         }
+        let has_room = found
+            .as_ref()
+            .map_or(Ok(()), Images::must_have_room_to_move);
+        has_room.map_err(refused)?;
         if self.paused.is_none() {
             self.paused = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }
+        let removed = served.remove_what_left(&here, own.as_fd());
+        removed.map_err(refused)?;
         let (images, top) = served.freeze_alone(spec)?;
         let taken = self.note((&here, place), image, &images);
         taken.map_err(refused)?;
@@ -143,6 +155,7 @@ impl Leaving {
         let bytes_of = |name: &str| here.bytes_of(images, name).unwrap_or_default();
         self.files.push(OneFile {
             place,
+            path: here.spec.path.clone(),
             begins: 0,
             image: Image::of(own, path, Access::ReadOnly, BLOCK).map_err(told)?,
             bytes: bytes_of(here.file_name()?),
@@ -157,6 +170,7 @@ impl Leaving {
             let file = here.open_part(images, name)?;
             self.files.push(OneFile {
                 place,
+                path: here.spec.path.clone(),
                 begins: stride.saturating_mul(number),
                 image: Image::of(file, Path::new(name), Access::ReadOnly, BLOCK).map_err(told)?,
                 bytes: bytes_of(name),
@@ -225,6 +239,11 @@ impl Below {
         }
     }
 
+    /// The path of the disk of which something could not be read, if one could not.
+    pub(super) fn unread(&self) -> Option<String> {
+        lock(&self.progress.unread).clone()
+    }
+
     /// Why it cannot be sent.
     pub(super) fn failure(&self) -> Option<String> {
         let failure = lock(&self.progress.failure).clone()?;
@@ -245,7 +264,7 @@ impl Progress {
     fn send_all(&self, files: &[OneFile], changes: &Changes, pace: &Pace) -> Result<bool, String> {
         let told = |error: godwit_blockio::Error| error.to_string();
         let mut rest: u64 = files.iter().map(|file| file.bytes).sum();
-        for file in files {
+        for (number, file) in files.iter().enumerate() {
             rest = rest.saturating_sub(file.bytes);
             let course = Course::at(pace);
             let outlet = changes.of_disk(file.place | BELOW, &course).map_err(told)?;
@@ -255,9 +274,13 @@ impl Progress {
                 |course| {
                     let left = rest.saturating_add(course.left_bytes().min(file.bytes));
                     self.left.store(left, Ordering::Relaxed);
+                    *lock(&self.file) = Some((number, course.left_bytes()));
                     !self.is_over.load(Ordering::Acquire)
                 },
             );
+            if course.is_unreadable() {
+                *lock(&self.unread) = Some(file.path.clone());
+            }
             if !ended.map_err(told)? {
                 return Ok(false);
             }
@@ -274,6 +297,18 @@ impl Disks {
         parts: BTreeMap<String, Parts>,
     ) -> Result<(), ApiError> {
         self.0.change(|what| what.leaving_parts = parts)
+    }
+
+    /// The disks stay after all: a program of the version before does not read what is noted of them for this migration.
+    pub(crate) fn forget_leaving_parts(&self, migration: &MigrationId) {
+        let what = self.0.what();
+        let is_of_it = what.leaving.as_ref() == Some(migration);
+        if !is_of_it || what.leaving_parts.is_empty() {
+            return;
+        }
+        if let Err(error) = self.0.change(|what| what.leaving_parts.clear()) {
+            tracing::warn!(%error, "what the VM's disks consist of stays noted for a migration that is over");
+        }
     }
 }
 
@@ -298,6 +333,13 @@ impl SourceDisks {
     /// Bytes of that.
     pub(crate) fn below_bytes(&self) -> u64 {
         self.below.as_ref().map_or(0, |below| below.bytes)
+    }
+
+    /// Which of its files is sent, and the bytes of that which are not carried out yet: they become ever less. Nothing before the first one.
+    pub(crate) fn below_not_there(&self) -> Option<(usize, u64)> {
+        let below = self.below.as_ref()?;
+        let (file, left) = (*lock(&below.progress.file))?;
+        Some((file, left.saturating_add(self.changes.under_way_bytes())))
     }
 
     /// Those of it that are still to be sent.

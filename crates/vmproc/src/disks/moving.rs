@@ -28,6 +28,7 @@ use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
+use godwit_wire::BELOW;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use std::fs::File;
@@ -314,7 +315,9 @@ impl Served {
     /// Nobody has taken away, exchanged or cut what was filled.
     fn what_came_is_there(&self, what: &ServedDisks) -> Result<(), ApiError> {
         let filling = Arc::clone(&*lock(&self.filling));
-        let mut all = filling.iter().zip(&what.disks);
+        // Of what comes in several files that is the disk's own image.
+        let below = filling.iter().skip(usize::from(BELOW)).zip(&what.disks);
+        let mut all = filling.iter().zip(&what.disks).chain(below);
         all.try_for_each(|(image, disk)| {
             let whole = image.get().map_or(Ok(()), Arriving::must_be_whole);
             whole.map_err(|why| self.refused(disk, &why))
@@ -494,6 +497,13 @@ impl SourceDisks {
                 served.note_whole(place, disk.faults);
             }
         }
+        if let Some(path) = self.unread_below() {
+            self.all.0.note_read(&path, false);
+        }
+    }
+
+    fn unread_below(&self) -> Option<String> {
+        self.below.as_ref().and_then(Below::unread)
     }
 }
 
@@ -503,7 +513,7 @@ impl Drop for SourceDisks {
         self.disks.iter().for_each(|disk| disk.course.give_up());
         // Whatever ended it first.
         let mut disks = self.disks.iter();
-        if disks.any(|disk| disk.course.is_unreadable()) {
+        if disks.any(|disk| disk.course.is_unreadable()) || self.unread_below().is_some() {
             self.note_read();
         }
     }

@@ -118,7 +118,12 @@ impl Parts {
         if self.is_none() {
             return true;
         }
-        let gone: Vec<bool> = self.files.iter().map(Part::remove).collect();
+        // After a boot its file system may have another number. What lies beside an image that is there is not away.
+        let mut there = [own.to_owned(), description_of(own)].into_iter();
+        let device = there.find_map(|path| identity_of(&path).ok().flatten());
+        let device = device.map(|(device, _)| device);
+        let files = self.files.iter();
+        let gone: Vec<bool> = files.map(|part| part.remove(device)).collect();
         gone.into_iter().all(|gone| gone) && self.remove_description(own)
     }
 
@@ -168,7 +173,8 @@ impl Part {
         looked.is_some_and(|looked| looked.is_ok())
     }
 
-    fn remove(&self) -> bool {
+    /// `device`: on which the disk's own image is now.
+    fn remove(&self, device: Option<u64>) -> bool {
         let is_gone_beside = self.beside.is_empty() || remove(Path::new(&self.beside));
         let path = Path::new(&self.path);
         let Some(image) = self.image else {
@@ -176,7 +182,10 @@ impl Part {
         };
         let looked = Entry::looked_at(path).map(|(found, entry)| match found {
             // Where its file system is not mounted it is not gone.
-            Found::Nothing => (entry.is_on(image.0), true),
+            Found::Nothing => {
+                let mut devices = device.into_iter().chain([image.0]);
+                (devices.any(|device| entry.is_on(device)), true)
+            }
             Found::File(found) if found == image || self.says(found, &entry) => {
                 (entry.remove(), true)
             }
@@ -297,6 +306,25 @@ mod tests {
         part.id = id;
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);
+    }
+
+    #[test]
+    fn what_is_gone_on_a_file_system_that_has_another_number_now_keeps_no_image_for_ever() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (own, mut parts) = disk(directory.path());
+        let part = &mut parts.files[0];
+        std::fs::remove_file(&part.path).unwrap();
+        let (device, number) = part.image.unwrap();
+        part.image = Some((device + 1, number));
+        // Nothing of the disk is there, as where its file system is not mounted.
+        let away = tempfile::tempdir_in("/var/tmp").unwrap();
+        for path in [own.clone(), description_of(&own)] {
+            let name = path.file_name().unwrap();
+            std::fs::rename(&path, away.path().join(name)).unwrap();
+        }
+        assert!(!parts.remove(&own));
+        std::fs::rename(away.path().join("root.raw"), &own).unwrap();
+        assert!(parts.remove(&own));
     }
 
     #[test]

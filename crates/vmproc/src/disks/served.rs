@@ -24,7 +24,7 @@ use crate::faults::planted;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved};
 use crate::renewal::HandedDisks;
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Arriving, Image};
 use godwit_guestmem::RamFile;
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
@@ -43,7 +43,7 @@ use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Images that were made just now, by the names of their disks.
@@ -125,6 +125,8 @@ pub(super) struct Served {
     pub(super) moves: Moves,
     /// Writes what comes into the images that arrive.
     pub(super) filling: Mutex<Filling>,
+    /// The same once they are this host's, for as long as the migration's channels have them.
+    pub(super) filled: Mutex<Weak<Vec<OnceLock<Arriving>>>>,
     /// The generation under which the guest may be running: its images are taken as soon as they are served then, and not only
     /// with a permit.
     pub(super) held: Mutex<Option<Generation>>,
@@ -177,6 +179,7 @@ impl Served {
             must_save: AtomicBool::new(false),
             moves: Moves::of(paths),
             filling: Mutex::default(),
+            filled: Mutex::default(),
             held: Mutex::new(held),
             keeping: Keeping::default(),
             descriptions: Mutex::default(),

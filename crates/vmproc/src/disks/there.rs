@@ -2,18 +2,24 @@
 //!
 //! Each such migration is in `disks.json` with what its images said of themselves then; that follows a disk that moves on this host. Those whose disks
 //! went on wholly with a later migration are in a file of their own, since `disks.json` goes with them. All looks are made by one thread at a time:
-//! storage may hang. Owns that file. Refuses: to count an image as there that may be another one than the disk had, that is shorter, or that cannot be read.
+//! storage may hang. Owns that file. Refuses: to count an image as there that may be another one than the disk had, that is shorter, or that cannot be read,
+//! or a disk with snapshots of which any other part is not there so.
 
-use super::Disks;
 use super::activity::Gauge;
+use super::described::described_beside;
 use super::entry::{Entry, Found};
 use super::former::said_by;
 use super::labelled::known_by;
+use super::layers::{extent_name, id_of};
 use super::moving;
 use super::served::{Served, ServedDisks};
+use super::{BLOCK, Disks};
 use crate::files::Paths;
+use godwit_blockio::delta::is_frozen;
 use godwit_blockio::label::{self, End};
 use godwit_qemu::disk::{identity_of_open, open_to_look};
+use godwit_qemu::parent::parent_id;
+use godwit_snapshots::{Image, Images, Kind};
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::MigrationId;
 use godwit_types::datastore::is_device_path;
@@ -27,7 +33,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,6 +42,8 @@ use std::time::{Duration, Instant};
 const KEPT: usize = 64;
 /// From so many places of an image something is read, so much each time, and no longer is waited for it.
 const PLACES: u64 = 8;
+/// The same of each other part of a disk with snapshots, which may have many.
+const PART_PLACES: u64 = 2;
 const PLACE_BYTES: usize = 4096;
 const LOOK_WAIT: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 2 });
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
@@ -130,7 +138,9 @@ impl DiskAlong {
             let (bytes, then) = (now.bytes, self.bytes);
             return Err(format!("it has {bytes} bytes, and had {then}"));
         }
-        read_places(&file, now.bytes).map_err(|error| error.to_string())
+        let read = read_places(&file, now.bytes, PLACES);
+        read.map_err(|error| error.to_string())?;
+        parts_are_there(Path::new(&self.path), &file)
     }
 }
 
@@ -149,12 +159,12 @@ fn open(path: &Path, end: End) -> io::Result<(File, Option<KnownImage>)> {
 }
 
 /// What the kernel has of it in memory says nothing of the storage, and neither does a hole.
-fn read_places(image: &File, bytes: u64) -> io::Result<()> {
+fn read_places(image: &File, bytes: u64, places: u64) -> io::Result<()> {
     fadvise(image, 0, None, Advice::DontNeed)?;
     fadvise(image, 0, None, Advice::Random)?;
     let mut buffer = [0; PLACE_BYTES];
-    for place in 0..PLACES {
-        let from = bytes / PLACES * place;
+    for place in 0..places {
+        let from = bytes / places * place;
         let at = match seek(image, SeekFrom::Data(from)) {
             Ok(at) => at,
             // Holes up to its end.
@@ -168,6 +178,65 @@ fn read_places(image: &File, bytes: u64) -> io::Result<()> {
         let _ = image.read_at(&mut buffer, at)?;
     }
     Ok(())
+}
+
+/// The image at this path is all of its disk, or all else of that is there, too: what its description says, and it can be read.
+fn parts_are_there(own: &Path, image: &File) -> Result<(), String> {
+    if is_device_path(&own.to_string_lossy()) {
+        return Ok(());
+    }
+    let Some(images) = described_beside(own, image.as_fd())? else {
+        return Ok(());
+    };
+    // What is neither is its own image, which has been looked at.
+    let others = images.images.iter();
+    let mut others = others.filter(|(_, part)| part.common || part.kind == Kind::Delta);
+    others.try_for_each(|(name, part)| {
+        let path = path_of(own, &images, (name, part));
+        part_is_there(&path, part).map_err(|why| format!("its part {}: {why}", path.display()))
+    })
+}
+
+/// The file of an image that is not the disk's own.
+fn path_of(own: &Path, images: &Images, (name, part): (&String, &Image)) -> PathBuf {
+    match images.elsewhere.get(name) {
+        _ if part.common => PathBuf::from(name),
+        Some(directory) => Path::new(directory).join(extent_name(name)),
+        None => own.with_file_name(extent_name(name)),
+    }
+}
+
+fn part_is_there(path: &Path, part: &Image) -> Result<(), String> {
+    let told = |error: io::Error| error.to_string();
+    let file = match is_device_path(&path.to_string_lossy()) {
+        true => path.canonicalize().and_then(|path| open_to_look(&path)),
+        false => open_file_at(path),
+    };
+    let file = file.map_err(told)?;
+    // Before anything has it read past the kernel's memory, which takes no buffer of this.
+    let bytes = label::length(file.as_fd(), End::OfDevice).map_err(told)?;
+    read_places(&file, bytes, PART_PLACES).map_err(told)?;
+    let other = "it is another one than is described";
+    let id = part.id.as_deref();
+    if part.common {
+        let borne = parent_id(&file).map_err(|errno| told(errno.into()))?;
+        if borne.is_none() || borne.as_deref() != id {
+            return Err(other.to_owned());
+        }
+    } else {
+        let id = id.and_then(id_of).ok_or(other)?;
+        let looked = is_frozen((file, path), id, BLOCK);
+        looked.map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+fn open_file_at(path: &Path) -> io::Result<File> {
+    match Entry::looked_at(path)? {
+        (Found::File(_), entry) => entry.open(),
+        (Found::Nothing, _) => Err(io::ErrorKind::NotFound.into()),
+        (Found::Other, _) => Err(io::Error::other("it is no file")),
+    }
 }
 
 impl ServedDisks {

@@ -5,9 +5,14 @@ use super::super::images::tests::{Left, id};
 use super::*;
 use crate::testing::{answer, holds};
 use crate::vm::Vm;
+use godwit_blockio::delta::{NewDelta, create};
+use godwit_delta::{Id, Parent};
 use godwit_ownership::{PeerMessage, Phase, Power};
+use godwit_snapshots::Fresh;
 use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::snapshots::{LAYERED_MARK, description_of};
 use godwit_types::{Generation, HostName};
+use rustix::fs::{XattrFlags, fsetxattr};
 
 const IMAGE: &str = "root.raw";
 
@@ -117,6 +122,64 @@ fn a_source_that_could_not_read_all_of_an_image_does_not_say_that_it_has_the_dis
         assert_eq!(kept.unread.is_empty(), has);
         assert_eq!(kept.along, left.what.along);
     }
+}
+
+/// An empty delta of this number at this place.
+fn delta(descriptor: &Path, number: u8) {
+    let parent = Parent {
+        cid: 7,
+        hint: "root.raw.vmdk".to_owned(),
+    };
+    let new = NewDelta {
+        descriptor,
+        bytes: 1 << 20,
+        id: Id([number; 16]),
+        parent: &parent,
+    };
+    create(&new).unwrap();
+}
+
+#[test]
+fn a_disk_with_snapshots_is_there_only_with_all_that_it_consists_of() {
+    let left = source(None);
+    let at = |name: &str| left.directory.path().join(name);
+    let own = at(IMAGE);
+    let (descriptor, extent) = (at("root.raw.d1.vmdk"), at("root.raw.d1-sesparse.vmdk"));
+    delta(&descriptor, 1);
+    let fresh = Fresh {
+        name: "root.raw.d1".to_owned(),
+        id: "01".repeat(16),
+        elsewhere: None,
+    };
+    let (mark, other) = ("5".repeat(32), "6".repeat(32));
+    let images = Images::of_one(IMAGE, 1 << 20, &mark)
+        .freeze(&fresh)
+        .unwrap();
+    save_json(&description_of(&own), &images).unwrap();
+    let bear = |mark: &str| {
+        let file = File::open(&own).unwrap();
+        fsetxattr(&file, LAYERED_MARK, mark.as_bytes(), XattrFlags::empty()).unwrap();
+    };
+    assert!(!off(&left), "the image does not say that it is a part");
+    bear(&mark);
+    assert!(off(&left));
+    bear(&other);
+    assert!(!off(&left), "it is a part of something else");
+    bear(&mark);
+    // Its delta is gone, or is another one.
+    let away = at("away");
+    std::fs::rename(&extent, &away).unwrap();
+    assert!(!off(&left));
+    std::fs::remove_file(&descriptor).unwrap();
+    delta(&descriptor, 2);
+    assert!(!off(&left));
+    std::fs::rename(&away, &extent).unwrap();
+    assert!(off(&left));
+    // Nobody knows what else belongs to it.
+    std::fs::rename(description_of(&own), &away).unwrap();
+    assert!(!off(&left));
+    std::fs::rename(&away, description_of(&own)).unwrap();
+    assert!(off(&left));
 }
 
 #[test]
@@ -230,7 +293,7 @@ fn an_image_of_which_a_place_cannot_be_read_is_not_there() {
     let path = directory.path().join(IMAGE);
     std::fs::write(&path, [7; 3 * PLACE_BYTES]).unwrap();
     let bytes = 3 * PLACE_BYTES as u64;
-    read_places(&File::open(&path).unwrap(), bytes).unwrap();
+    read_places(&File::open(&path).unwrap(), bytes, PLACES).unwrap();
     // What has been opened and gives no bytes.
-    assert!(read_places(&File::open(directory.path()).unwrap(), bytes).is_err());
+    assert!(read_places(&File::open(directory.path()).unwrap(), bytes, PLACES).is_err());
 }

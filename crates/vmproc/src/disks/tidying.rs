@@ -197,7 +197,7 @@ impl Served {
 
     /// Begins to give up what nobody needs, unless a thread is at it, or nothing is left, or one has tried it just now.
     pub(super) fn begin_tidying(self: &Arc<Self>) {
-        if lock(&self.layered).is_empty() || !self.tidies.may_begin() {
+        if lock(&self.layered).is_empty() || self.still_comes() || !self.tidies.may_begin() {
             return;
         }
         let served = Arc::clone(self);

@@ -20,7 +20,7 @@ use crate::faults::reached;
 use crate::hypervisor::internal;
 use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
-use godwit_blockio::{Access, Image, SecondImage};
+use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
 use godwit_delta::{Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
 use godwit_snapshots::{Elsewhere, Images, Kind};
@@ -29,7 +29,7 @@ use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -110,6 +110,8 @@ impl Served {
         if let Some(common) = found.common() {
             return Err(stays_over(common.path).into());
         }
+        found.must_have_room_to_move()?;
+        self.remove_what_left(&place, own.as_fd())?;
         let spec = DiskSpec {
             path: going.place.path.clone(),
             shared: going.place.shared,
@@ -138,6 +140,23 @@ impl Served {
             names,
             top,
         }))
+    }
+
+    /// Removes what is part of a disk no more before that goes elsewhere: nobody would know of it here. Nothing is tidied meanwhile.
+    pub(super) fn remove_what_left(
+        &self,
+        place: &Place<'_>,
+        own: BorrowedFd<'_>,
+    ) -> Result<(), String> {
+        let _one = lock(&self.descriptions);
+        let Some(images) = place.load_of(own)? else {
+            return Ok(());
+        };
+        if images.leaving.is_empty() {
+            return Ok(());
+        }
+        place.confirm(own, &images)?;
+        place.remove_what_leaves(&images)
     }
 
     /// Freezes the top of one disk, of which nothing is to be kept, under a new one. Returns what the disk consists of, and the states of that.
@@ -262,11 +281,16 @@ impl Served {
         let second = SecondImage::of(&pair.to, shares, &course)?;
         let mut still = Still::new(&pair.from, second.outlet()?, &course)?;
         let bytes = still.left_bytes();
-        let mut stopped = None;
+        let (mut stopped, mut nearer) = (None, Nearer::default());
         let ended = still.run(
             || second.under_way_bytes(),
             |course| {
                 self.note_below(going, progress, bytes.saturating_sub(course.left_bytes()));
+                let left = course.left_bytes().saturating_add(second.under_way_bytes());
+                if !nearer.observe(Instant::now(), left) {
+                    stopped = Some(Stopped::Failed(no_nearer(left)));
+                    return false;
+                }
                 match self.may_go_on(going, disk) {
                     Ok(()) => true,
                     Err(why) => {
@@ -357,6 +381,14 @@ impl Served {
             }
         }
     }
+}
+
+fn no_nearer(left: u64) -> String {
+    format!(
+        "what its snapshots hold gets no nearer to being copied: {} MiB of an image are left since {} s; see whether the storage of its new place answers",
+        left >> 20,
+        NO_NEARER.as_secs()
+    )
 }
 
 impl Place<'_> {

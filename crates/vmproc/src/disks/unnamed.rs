@@ -6,12 +6,14 @@
 //! Owns nothing. Refuses: to take an error of storage for an answer, and to remove a delta of another number.
 
 use super::BLOCK;
+use super::described::read_description;
 use super::images;
 use super::layers::{Place, id_of};
 use godwit_blockio::delta::{Delta, forget_map, is_empty};
 use godwit_delta::Id;
 use godwit_snapshots::Images;
 use godwit_types::snapshots::description_of;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
@@ -90,7 +92,20 @@ impl Place<'_> {
 
     /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
-        for (name, _) in self.unnamed(images).unwrap_or_default() {
+        let kept = match self.kept_names() {
+            Ok(kept) => kept,
+            Err(why) => {
+                tracing::warn!(
+                    disk = self.spec.name,
+                    why,
+                    "empty images beside the disk stay, since it is not known which of them belong to what is kept there"
+                );
+                return;
+            }
+        };
+        let mut unnamed = self.unnamed(images).unwrap_or_default();
+        unnamed.retain(|(name, _)| !kept.contains(name));
+        for (name, _) in unnamed {
             if self.is_unused(images, &name) {
                 self.remove(images, &name, None);
             }
@@ -100,8 +115,11 @@ impl Place<'_> {
     /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
     /// a later description.
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
+        // Where that cannot be told such an image may keep the disk from being used, as any other.
+        let kept = self.kept_names().unwrap_or_default();
         let later = self.unnamed(images)?.into_iter();
-        let mut later = later.filter(|(_, number)| *number >= images.next);
+        let mut later =
+            later.filter(|(name, number)| *number >= images.next && !kept.contains(name));
         let is_older = later.find_map(|(name, _)| match self.is_to_go(images, &name, None) {
             Ok(true) => None,
             Ok(false) => Some(Ok(name)),
@@ -114,6 +132,25 @@ impl Place<'_> {
                 description_of(self.path()).display()
             )),
         }
+    }
+
+    /// Deltas of what came of this disk with a migration and is kept beside it: their files have the names that they had.
+    fn kept_names(&self) -> Result<BTreeSet<String>, String> {
+        let kept = format!("{}.kept-", self.file_name()?);
+        let above = self.path().parent().unwrap_or(Path::new("/"));
+        let is_description = |name: &str| name.starts_with(&kept) && name.ends_with(".images");
+        self.as_opener(|| {
+            let mut names = BTreeSet::new();
+            for entry in above.read_dir()? {
+                let entry = entry?;
+                if entry.file_name().to_str().is_some_and(is_description)
+                    && let Some(images) = read_description(&entry.path())?
+                {
+                    names.extend(images.images.into_keys());
+                }
+            }
+            Ok(names)
+        })
     }
 
     /// A number from which on no file beside the disk's has one in its name.

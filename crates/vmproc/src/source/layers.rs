@@ -6,6 +6,7 @@ use super::driver::{BARRIER_WAIT, Halt, PING_EVERY, SourceDriver, halt_of};
 use super::steps::{Step, unanswered};
 use crate::disks::SourceDisks;
 use crate::faults::reached;
+use godwit_blockio::{NO_NEARER, Nearer};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_streams::source::ConnectionSet;
 use godwit_types::migration::{MigrationReport, Phase};
@@ -13,6 +14,37 @@ use std::time::{Duration, Instant};
 
 /// How often progress is shown, and looked whether all is sent.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Whether ever less is left of the file that is sent.
+#[derive(Debug, Default)]
+struct NearerBelow {
+    file: Option<usize>,
+    nearer: Nearer,
+}
+
+impl NearerBelow {
+    /// Why it is of no use to wait any longer. `not_there`: which file is sent, and how much of that is left.
+    fn must_be_of_use(
+        &mut self,
+        now: Instant,
+        not_there: Option<(usize, u64)>,
+    ) -> Result<(), String> {
+        let Some((file, left)) = not_there else {
+            return Ok(());
+        };
+        if self.file.replace(file) != Some(file) {
+            self.nearer = Nearer::default();
+        }
+        match self.nearer.observe(now, left) {
+            true => Ok(()),
+            false => Err(format!(
+                "what its snapshots hold gets no nearer to being copied: {} MiB of an image are left since {} s; see whether the destination's storage answers",
+                left >> 20,
+                NO_NEARER.as_secs()
+            )),
+        }
+    }
+}
 
 impl SourceDriver {
     /// Once; over new channels it goes on where it was.
@@ -46,7 +78,7 @@ impl SourceDriver {
         }
         let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
         self.parts.report.update(update);
-        let mut began = None;
+        let (mut began, mut nearer) = (None, NearerBelow::default());
         loop {
             self.next(Some(set), LOOK_EVERY)?;
             self.sign_of_life(set, PING_EVERY)?;
@@ -59,6 +91,8 @@ impl SourceDriver {
             if disks.is_below_done() {
                 return Ok(());
             }
+            let of_use = nearer.must_be_of_use(Instant::now(), disks.below_not_there());
+            of_use.map_err(Halt::Failed)?;
             let (bytes, left) = (disks.below_bytes(), disks.below_left_bytes());
             let (at, first) = *began.get_or_insert_with(|| (Instant::now(), left));
             let (seconds, copied) = (at.elapsed().as_secs_f64(), first.saturating_sub(left));
@@ -84,5 +118,23 @@ impl SourceDriver {
                 return Err(unanswered());
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_which_no_less_is_left_for_long_is_given_up() {
+        let (mut nearer, began) = (NearerBelow::default(), Instant::now());
+        let later = began + 2 * NO_NEARER;
+        for (now, not_there) in [(began, None), (began, Some((0, 7))), (later, Some((0, 6)))] {
+            nearer.must_be_of_use(now, not_there).unwrap();
+        }
+        // The next one is longer.
+        nearer.must_be_of_use(later, Some((1, 9))).unwrap();
+        let stalled = nearer.must_be_of_use(later + 2 * NO_NEARER, Some((1, 9)));
+        assert!(stalled.is_err_and(|why| why.contains("no nearer")));
     }
 }
