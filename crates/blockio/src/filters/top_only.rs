@@ -5,7 +5,6 @@
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_delta::{GRAIN, Grain, Layout, States};
@@ -159,6 +158,7 @@ impl Outlet for TopOnly {
 mod tests {
     use super::*;
     use crate::Buffer;
+    use std::sync::Arc;
     use std::sync::Mutex;
 
     type Given = Arc<Mutex<Vec<(Origin, Range<u64>, Option<u8>)>>>;

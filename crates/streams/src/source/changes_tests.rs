@@ -10,6 +10,7 @@ use godwit_types::version::MIGRATION;
 use godwit_wire::ChannelId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicU16;
 
 const LONG: Duration = Duration::from_secs(120);
@@ -80,7 +81,7 @@ impl Bench {
             heard.applied(of_set.load(Ordering::SeqCst), channel, (records, None));
             Ok(())
         };
-        let disks = Disks::new(vec![None, Some(arriving)]);
+        let disks = Disks::new(vec![OnceLock::new(), OnceLock::from(arriving)]);
         Self {
             image: path,
             outlet: changes.of_disk(1, &course).unwrap(),

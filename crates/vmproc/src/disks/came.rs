@@ -415,7 +415,7 @@ impl Came<'_> {
     fn keep(&self) -> io::Result<Option<String>> {
         let path = self.path();
         let came = Path::new(&path);
-        let mut taken = None;
+        let mut taken: Option<String> = None;
         for number in 1..=NAMES {
             let kept = self.kept_path(number);
             let (found, entry) = match Entry::looked_at(Path::new(&kept)) {

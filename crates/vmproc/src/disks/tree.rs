@@ -32,7 +32,6 @@ use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How often it is told how far the files are.
@@ -312,7 +311,7 @@ impl Served {
     }
 
     fn may_go_on(&self, going: &Going<'_>, disk: &Arc<Disk>) -> Result<(), Stopped> {
-        if self.moves.is_cancelled.load(Ordering::SeqCst) {
+        if self.moves.are_cancelled() {
             return Err(Stopped::Cancelled);
         }
         self.must_be_mirrored(going.index, disk)
