@@ -41,7 +41,7 @@ pub struct Arriving {
     part: Option<String>,
     /// The description that carries the image's lock.
     file: File,
-    /// Of the disk,
+    /// How long the disk is, which a delta that fills is not.
     bytes: u64,
     /// and how long the file is.
     file_bytes: u64,

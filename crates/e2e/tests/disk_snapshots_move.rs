@@ -191,7 +191,10 @@ fn a_vm_moves_to_another_host_with_its_snapshots_and_back() -> Result<()> {
                 report.switchover_ms,
                 report.disk_bytes >> 20
             );
-            ensure!(report.disk_bytes > 40 << 20 && report.disk_left_bytes == 0);
+            let (all, left) = (report.disk_bytes, report.disk_left_bytes);
+            // What is marked when the guest is stopped is copied then, and told of no more.
+            let is_told = left == 0 || method == Method::DirtyTracking;
+            ensure!(all > 40 << 20 && is_told, "{left} of {all} bytes are left");
             site.goes_on(to, 20)?;
             ensure!(tree(to)? == listed, "{:?}", tree(to)?);
             site.has_nothing(from)?;

@@ -100,7 +100,7 @@ pub(crate) enum Later {
     Snapshots(AskSnapshots),
 }
 
-/// What changes snapshots.
+/// What a person orders that is done by a thread, one after the other.
 #[derive(Debug)]
 pub(crate) enum AskSnapshots {
     Take(TakeSnapshot),

@@ -66,12 +66,12 @@ impl Filling {
         })
     }
 
-    /// Bytes of the disk.
+    /// How long the disk is that it becomes.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.layout.disk_bytes()
     }
 
-    /// Bytes of the file.
+    /// How long its extent is, with all tables.
     pub(crate) fn file_bytes(&self) -> u64 {
         self.layout.file_bytes()
     }

@@ -125,8 +125,9 @@ pub fn as_qemu_reads_at(own: &Path, image: &str) -> Result<PathBuf> {
         false => ("vmdk", own.with_file_name(format!("{image}.vmdk"))),
     };
     let mut command = Command::new("qemu-img");
+    // Whoever merged images when the guest was stopped keeps their lock until it sees that.
     command
-        .args(["convert", "-f", format, "-O", "raw"])
+        .args(["convert", "-U", "-f", format, "-O", "raw"])
         .arg(from)
         .arg(&raw);
     let made = command.output()?;

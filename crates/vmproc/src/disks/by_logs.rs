@@ -250,7 +250,10 @@ impl ByLogs<'_> {
         if let Some(why) = stopped {
             return Err(why);
         }
-        let copied = copied?.ok_or("its image was not copied to its end")?;
+        // Where there is no room any more, that is what a person can do something about.
+        let copied =
+            copied.or_else(|error| self.must_leave_room().and(Err(Stopped::from(error))))?;
+        let copied = copied.ok_or("its image was not copied to its end")?;
         reached("redo.copied");
         let work = Work {
             bytes: copied.bytes,

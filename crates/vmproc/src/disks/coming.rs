@@ -33,7 +33,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-/// One of them.
+/// A disk with images below its top, of which all come from another host.
 #[derive(Debug)]
 pub(super) struct Coming {
     /// What its source said.

@@ -33,7 +33,7 @@ pub(super) struct LastLog {
 
 /// What is under the copy's name once all of the log is in it, durably.
 pub(super) struct Found {
-    /// Device and inode.
+    /// By which it is known whether the copy still has its name.
     pub image: Option<(u64, u64)>,
     pub bytes: u64,
 }

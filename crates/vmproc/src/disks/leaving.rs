@@ -49,7 +49,7 @@ pub(super) struct Below {
 
 #[derive(Debug)]
 struct OneFile {
-    /// The disk's place,
+    /// Where among the disks that go along it stands,
     place: u8,
     /// and the path of its own image.
     path: String,
@@ -330,7 +330,7 @@ impl SourceDisks {
         self.below.as_ref().is_none_or(Below::is_done)
     }
 
-    /// Bytes of that.
+    /// What all files hold together that lie below the top.
     pub(crate) fn below_bytes(&self) -> u64 {
         self.below.as_ref().map_or(0, |below| below.bytes)
     }

@@ -45,7 +45,7 @@ pub(super) struct NewImage {
 
 /// What a disk that moves consists of.
 pub(super) struct Tree {
-    /// Here,
+    /// As they are described at the place that it leaves,
     images: Images,
     /// and where it comes to.
     pub there: Images,
@@ -267,7 +267,7 @@ impl Served {
         })
     }
 
-    /// Durably.
+    /// Copies one of them wholly, and makes it durable.
     fn copy_file(
         &self,
         going: &Going<'_>,
