@@ -16,9 +16,9 @@ fn options(name: &str, limit: Limit) -> Options {
 }
 
 #[test]
-fn no_target_breaks_in_20_000_executions() {
+fn no_target_breaks_in_30_000_executions() {
     let targets = targets::all();
-    let options = options("all", Limit::Runs(20_000 / targets.len() as u64));
+    let options = options("all", Limit::Runs(30_000 / targets.len() as u64));
     for target in targets {
         let report = engine::run(&target, &options).expect("a run");
         assert_eq!(report.finding, None, "{}", target.name);

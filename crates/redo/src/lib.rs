@@ -39,8 +39,10 @@ pub const LOGS_MAX: u32 = 24;
 const UNKNOWN: f64 = 20.0 * 1_048_576.0;
 /// A consolidation has brought both sides nearer where the log that grew meanwhile holds no more than this part of what it took.
 const NEARER: f64 = 0.75;
+/// The same once the guest is slowed: a log that holds the whole disk does not tell how much faster it writes, so that it may have to be slowed again.
+const NEARER_SLOWED: f64 = 0.5;
 /// A guest that is slowed is to leave logs of this part of the one before: with that the largest disk comes to its end within [`LOGS_MAX`].
-const WANTED: f64 = 0.4;
+const WANTED: f64 = 0.35;
 /// No guest is slowed to less than this part of what it did.
 const PART_MIN: f64 = 0.02;
 /// After so many consolidations in a row that brought nothing nearer a guest is held if that is short enough, and else slowed.
@@ -115,6 +117,7 @@ pub struct Redo {
     /// How long the guest was held in vain, s.
     held_s: f64,
     slows_to: Option<f64>,
+    was_slowed: bool,
     #[cfg(feature = "planted-faults")]
     plant: Option<Plant>,
 }
@@ -128,6 +131,7 @@ impl Default for Redo {
             stuck: 0,
             held_s: 0.0,
             slows_to: None,
+            was_slowed: false,
             #[cfg(feature = "planted-faults")]
             plant: None,
         }
@@ -212,7 +216,12 @@ impl Redo {
         if work.bytes > 0 {
             self.speed = Some(work.bytes as f64 / work.seconds.max(SHORTEST_S));
         }
-        let is_nearer = top_bytes as f64 <= NEARER * work.bytes as f64;
+        let part = if self.was_slowed {
+            NEARER_SLOWED
+        } else {
+            NEARER
+        };
+        let is_nearer = top_bytes as f64 <= part * work.bytes as f64;
         self.stuck = match is_nearer {
             true => 0,
             false => self.stuck.saturating_add(1),
@@ -232,6 +241,7 @@ impl Redo {
         if is_stuck && !planted!(self, NeverSlowed) {
             let part = WANTED * work.bytes as f64 / (top_bytes as f64).max(1.0);
             self.slows_to = Some(part.clamp(PART_MIN, 1.0));
+            self.was_slowed = true;
         }
         self.another_log();
     }
@@ -326,7 +336,7 @@ mod tests {
         let mut redo = copied(2000);
         consolidates(&mut redo, (2000, 20.0), 2000);
         consolidates(&mut redo, (2000, 20.0), 4000);
-        assert_eq!(redo.slows_to(), Some(0.2));
+        assert_eq!(redo.slows_to(), Some(WANTED / 2.0));
         consolidates(&mut redo, (4000, 40.0), 2000);
         assert_eq!((redo.step(), redo.slows_to()), (Step::Make(5), None));
     }

@@ -138,6 +138,6 @@ mod tests {
             assert!(of(wrong).check().is_err(), "{wrong:?}");
         }
         let json = serde_json::to_string(&of("")).unwrap();
-        assert_eq!(json, r#"{"name":"clean"}"#);
+        assert_eq!(json, r#"{"name":"clean","quiesce":"if-possible"}"#);
     }
 }

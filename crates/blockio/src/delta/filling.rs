@@ -177,8 +177,11 @@ impl Filling {
 
     fn say(&self, bytes: &Range<u64>, state: Grain) {
         let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
-        self.states
-            .set(bytes.start / GRAIN..bytes.end.div_ceil(GRAIN), state);
+        let grains = bytes.start / GRAIN..bytes.end.div_ceil(GRAIN);
+        // What is said already need not be written again.
+        if self.states.run(&grains) != (state, grains.end) {
+            self.states.set(grains, state);
+        }
     }
 
     /// Makes durable what was written, and then what says where it is, while others go on writing: what they say after this has begun is not

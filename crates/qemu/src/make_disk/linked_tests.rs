@@ -17,7 +17,7 @@ struct Linked {
 impl Linked {
     fn new() -> Self {
         let here = Here::new();
-        std::fs::write(here.at("base"), [7; BYTES]).unwrap();
+        std::fs::write(here.at("base"), vec![7; BYTES]).unwrap();
         was_written(&here.at("base"), 60);
         let stores = vec![here.dir.path().to_owned()];
         Self { here, stores }
@@ -97,7 +97,9 @@ fn disks_are_linked_to_one_image_which_nobody_writes_from_then_on() {
     for name in names {
         linked.make(&linked.disk(name, None)).unwrap();
         let found = std::fs::metadata(linked.here.at(name)).unwrap();
-        assert_eq!((found.len(), found.blocks()), (BYTES as u64, 0), "{name}");
+        // Attributes may take a block.
+        let (bytes, blocks) = (found.len(), found.blocks());
+        assert!(bytes == BYTES as u64 && blocks <= 8, "{name}: {blocks}");
         let images = linked.described(name);
         let common = images.common().unwrap();
         assert_eq!(common.path, linked.here.at("base").to_str().unwrap());
@@ -112,7 +114,7 @@ fn disks_are_linked_to_one_image_which_nobody_writes_from_then_on() {
         assert!(linked.here.at(&format!("{name}.d1.vmdk")).exists());
     }
     let base = linked.here.at("base");
-    assert!(std::fs::read(&base).unwrap() == [7; BYTES]);
+    assert!(std::fs::read(&base).unwrap() == vec![7; BYTES]);
     let User { uid, gid } = own_user();
     let open = |read_only| open_image(&base, read_only, uid, gid, &Reserved::default());
     open(true).unwrap();
@@ -128,7 +130,7 @@ fn disks_are_linked_to_one_image_which_nobody_writes_from_then_on() {
         .here
         .make(&linked.here.disk(Some("base"), None))
         .unwrap();
-    assert!(std::fs::read(linked.here.at("root.raw")).unwrap() == [7; BYTES]);
+    assert!(std::fs::read(linked.here.at("root.raw")).unwrap() == vec![7; BYTES]);
 }
 
 #[test]
@@ -184,7 +186,7 @@ fn what_is_no_raw_file_of_a_datastore_or_is_written_by_others_has_no_disks_linke
         std::fs::write(&base, image).unwrap();
         linked.refused(&disk, &[word]);
     }
-    std::fs::write(&base, [7; BYTES]).unwrap();
+    std::fs::write(&base, vec![7; BYTES]).unwrap();
     linked.stores.clear();
     linked.refused(&disk, &["no datastore of this host"]);
     assert_eq!(linked.parent(), None, "what is refused is not marked");

@@ -32,7 +32,8 @@ mod tests {
             (Duration::ZERO, 0, Duration::ZERO),
             (10_000 * MS, piece, REST_MAX),
         ] {
-            assert_eq!(rest_after(took, bytes), rest, "{took:?}, {bytes} bytes");
+            let off = rest_after(took, bytes).abs_diff(rest);
+            assert!(off < MS / 100, "{took:?}, {bytes} bytes: off by {off:?}");
         }
     }
 }

@@ -180,7 +180,7 @@ mod tests {
         );
         assert_eq!(
             rows(&found)[0][2..5],
-            ["a power cut", "3 MiB", "root, data"]
+            ["a power cut", "3.0 MiB", "root, data"]
         );
         let left = left_of_deleted(&found).unwrap();
         assert!(left.starts_with("2 images"), "{left}");
