@@ -382,6 +382,12 @@ impl Images {
         chain
     }
 
+    /// Its deltas, of whichever snapshot, by their names.
+    pub fn deltas(&self) -> impl Iterator<Item = (&String, &Image)> {
+        let all = self.images.iter();
+        all.filter(|(_, image)| image.kind == Kind::Delta)
+    }
+
     fn below(&self, name: &str) -> Option<&str> {
         self.images.get(name)?.over.as_deref()
     }

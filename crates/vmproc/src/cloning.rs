@@ -5,7 +5,7 @@
 //! second clone meanwhile, and to copy disks with which a guest works.
 
 use crate::disk_orders::{DiskOrder, Work};
-use crate::disks::{AtRest, CloneJob};
+use crate::disks::CloneJob;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use crate::requests::Reply;
@@ -87,12 +87,7 @@ impl Vm {
                 })
             }
             None => {
-                let at_rest = AtRest {
-                    config: self.config.clone(),
-                    paths: self.paths.clone(),
-                    spec: self.host_vm()?.spec,
-                    generation,
-                };
+                let at_rest = self.at_rest(self.host_vm()?.spec, generation);
                 let job = Arc::clone(&job);
                 Box::new(move || {
                     let copied = at_rest.clone_disks(&job);

@@ -5,7 +5,6 @@
 //! that QEMU itself has open.
 
 use crate::disk_orders::{DiskOrder, Work};
-use crate::disks::AtRest;
 use crate::vm::Vm;
 use godwit_types::disk_resize::ResizeDisk;
 use godwit_types::host_api::VmAnswer;
@@ -40,12 +39,7 @@ impl Vm {
         }
         self.settle_images(generation).map_err(refused)?;
         let spec = self.host_vm()?.spec;
-        let at_rest = AtRest {
-            config: self.config.clone(),
-            paths: self.paths.clone(),
-            spec,
-            generation,
-        };
+        let at_rest = self.at_rest(spec, generation);
         Ok(Box::new(move || at_rest.resize(&wish).map(VmAnswer::Done)))
     }
 }

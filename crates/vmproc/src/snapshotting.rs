@@ -13,7 +13,8 @@ use godwit_types::host_api::VmAnswer;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::snapshots::{Quiesce, Snapshots, TakeSnapshot};
 use godwit_types::version::MIGRATION_WITH_SNAPSHOTS;
-use godwit_types::{ApiError, ErrorCode, SnapshotName};
+use godwit_types::vm::VmSpec;
+use godwit_types::{ApiError, ErrorCode, Generation, SnapshotName};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 
@@ -156,12 +157,18 @@ impl Vm {
         if let Some(hyper) = &self.hyper {
             return Ok(Which::Served(hyper.disks.clone(), hyper.guest.clone()));
         }
-        Ok(Which::AtRest(Box::new(AtRest {
+        let generation = self.must_hold()?;
+        Ok(Which::AtRest(Box::new(self.at_rest(spec, generation))))
+    }
+
+    /// The disks of a VM of this description, which has no guest and is held under this generation.
+    pub(crate) fn at_rest(&self, spec: VmSpec, generation: Generation) -> AtRest {
+        AtRest {
             config: self.config.clone(),
             paths: self.paths.clone(),
             spec,
-            generation: self.must_hold()?,
-        })))
+            generation,
+        }
     }
 }
 

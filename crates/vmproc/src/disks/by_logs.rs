@@ -8,6 +8,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the course of one disk. Refuses: to fill a file system to its end, where disks
 //! that are in use would have no room, and to hold a guest for longer than its limit as far as that is known beforehand.
 
+use super::STAND_WAIT;
 use super::in_place::limit;
 use super::last_log::LastLog;
 use super::layers::OwnedPlace;
@@ -21,7 +22,7 @@ use godwit_blockio::delta::{Target, merge as merge_images};
 use godwit_blockio::filters::{Pace, WaitTimes};
 use godwit_blockio::{Arriving, Frozen, Image};
 use godwit_redo::{Redo, Step, Work};
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::Images;
 use godwit_types::bytes_per_s;
 use godwit_types::disk_move::{DiskIteration, RedoLogs};
 use godwit_types::vm::{DiskSpec, room_for_images};
@@ -34,8 +35,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a disk may take until nothing of it is under way.
-const STAND_WAIT: Duration = Duration::from_millis(500);
 /// How often it is looked how much room is left, and how much is taken.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// A wait for the cap is broken off so soon where the move is called off.
@@ -377,8 +376,7 @@ impl ByLogs<'_> {
 
     /// How far it is, for whoever asks.
     fn tell(&mut self) {
-        let logs = self.images.images.iter();
-        let logs = logs.filter(|(_, image)| image.kind == Kind::Delta);
+        let logs = self.images.deltas();
         let logs: u64 = logs.filter_map(|(name, _)| self.bytes_of(name).ok()).sum();
         let copy = fstat(&self.copy).map_or(0, |found| {
             u64::try_from(found.st_blocks)

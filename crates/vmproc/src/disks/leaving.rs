@@ -18,7 +18,7 @@ use godwit_blockio::filters::{Course, Pace, Still};
 use godwit_blockio::{Access, Image, stride_of};
 use godwit_delta::States;
 use godwit_migrate::protocol::LAYERS_LEN_MAX;
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::Images;
 use godwit_streams::source::Changes;
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::DiskSpec;
@@ -161,11 +161,7 @@ impl Leaving {
             bytes: bytes_of(here.file_name()?),
         });
         // As the other side has them.
-        let deltas = images
-            .images
-            .iter()
-            .filter(|(_, image)| image.kind == Kind::Delta);
-        let frozen = deltas.filter(|(name, _)| **name != images.top);
+        let frozen = images.deltas().filter(|(name, _)| **name != images.top);
         for (number, (name, _)) in (1..).zip(frozen) {
             let file = here.open_part(images, name)?;
             self.files.push(OneFile {

@@ -16,7 +16,7 @@ use crate::adoption::lock;
 use godwit_blockio::delta::Delta;
 use godwit_ownership::Is;
 use godwit_qemu::disk::open_looked_at;
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::Images;
 use godwit_store::load_json;
 use godwit_types::disk_move::Method;
 use godwit_types::snapshots::description_of;
@@ -110,9 +110,7 @@ fn remove_described(former: &Former<'_>) -> Result<bool, String> {
     if !bears_mark_of(image.as_fd(), &images)? || !images.is_linked_only() {
         return Err("it is no description of a linked disk which that image was".to_owned());
     }
-    let deltas = images.images.iter();
-    let deltas = deltas.filter(|(_, image)| image.kind == Kind::Delta);
-    for (name, delta) in deltas {
+    for (name, delta) in images.deltas() {
         let beside = |end: &str| former.path.with_file_name(format!("{name}{end}"));
         let (descriptor, extent) = (beside(".vmdk"), beside("-sesparse.vmdk"));
         must_be(&extent, delta.id.as_deref().unwrap_or_default())?;

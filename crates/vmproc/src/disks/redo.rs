@@ -16,7 +16,7 @@ use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::forget_map;
 use godwit_qemu::disk::must_be_free;
-use godwit_snapshots::{Image, Images, Kind};
+use godwit_snapshots::Images;
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
 use godwit_types::vm::DiskSpec;
@@ -258,16 +258,11 @@ impl Served {
     }
 }
 
-fn deltas(images: &Images) -> impl Iterator<Item = (&String, &Image)> {
-    let all = images.images.iter();
-    all.filter(|(_, image)| image.kind == Kind::Delta)
-}
-
 impl Place<'_> {
     /// What lies over the disk's own image, and is of no use without it, each of which bears the number that is described.
     pub fn parts_of_logs(&self, images: &Images) -> Result<Parts, String> {
         let parts = self.parts_of(images)?;
-        for (name, _) in deltas(images) {
+        for (name, _) in images.deltas() {
             self.is_frozen(images, name)?;
         }
         Ok(parts)
@@ -275,7 +270,7 @@ impl Place<'_> {
 
     /// They lie over a disk no more.
     pub fn forget_maps(&self, images: &Images) {
-        for (_, image) in deltas(images) {
+        for (_, image) in images.deltas() {
             if let Some(id) = image.id.as_deref().and_then(id_of) {
                 // It is gone with the next boot of the host.
                 let _ = forget_map(&self.map_of(id));

@@ -7,7 +7,7 @@ use super::claim::Taking;
 use super::quiescing::Quiesced;
 use super::served::Served;
 use super::snapshots::{All, Changed, written};
-use super::{Disks, LOCK_WAIT};
+use super::{Disks, LOCK_WAIT, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Delta, Words};
@@ -21,9 +21,6 @@ use godwit_vhost::{Disk, Standing};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// How long a disk may take until nothing of it is under way.
-const STAND_WAIT: Duration = Duration::from_millis(500);
 
 /// What came of freezing tops.
 pub(super) struct Frozen {

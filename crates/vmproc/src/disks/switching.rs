@@ -7,6 +7,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the mirror while it is there. Refuses: to call a second image the
 //! disk that is not equal, not durable or not the file that was made for it.
 
+use super::STAND_WAIT;
 use super::labelled::{self, Labelled};
 use super::left::{Copying, Left};
 use super::parts::Parts;
@@ -29,9 +30,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-
-/// How long a second image may take to be durable, and how long a disk stands still at most for what is under way.
-const STAND_WAIT: Duration = Duration::from_millis(500);
 
 pub(super) fn length_of(path: &Path) -> io::Result<u64> {
     if is_device_path(&path.to_string_lossy()) {

@@ -12,7 +12,7 @@ use super::gentle::rest_after;
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::standing::end_unless;
-use super::{LOCK_WAIT, LOOK_EVERY};
+use super::{LOCK_WAIT, LOOK_EVERY, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Delta, Merged, Target, merge as merge_images};
@@ -32,8 +32,6 @@ const FREEZES_MAX: u32 = 8;
 const LAST_BYTES_MAX: u64 = 64 << 20;
 /// So many times its guest may have been faster before it is merged without rests.
 const FREEZES_GENTLY: u32 = FREEZES_MAX / 2;
-/// How long a disk may take until nothing of it is under way.
-const STAND_WAIT: Duration = Duration::from_millis(500);
 /// When what did not come to its end is tried again.
 const AGAIN_AFTER: Duration = Duration::from_secs(30);
 

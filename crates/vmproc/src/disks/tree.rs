@@ -23,7 +23,7 @@ use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
 use godwit_delta::{Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_snapshots::{Elsewhere, Images, Kind};
+use godwit_snapshots::{Elsewhere, Images};
 use godwit_types::ApiError;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
@@ -393,11 +393,7 @@ fn no_nearer(left: u64) -> String {
 impl Place<'_> {
     /// What lies beside the disk's own image, as it is now.
     pub(super) fn parts_of(&self, images: &Images) -> Result<Parts, String> {
-        let deltas = images
-            .images
-            .iter()
-            .filter(|(_, image)| image.kind == Kind::Delta);
-        let files = deltas.map(|(name, one)| {
+        let files = images.deltas().map(|(name, one)| {
             let path = self.extent(images, name);
             let image = identity_of(&path);
             let image = image.map_err(|error| format!("{}: {error}", path.display()))?;
@@ -417,11 +413,7 @@ impl Place<'_> {
     /// What is to lie there, and has names that end so until it is whole.
     pub(super) fn parts_to_be(&self, elsewhere: &Elsewhere, ending: &str) -> Parts {
         let images = &elsewhere.images;
-        let deltas = images
-            .images
-            .iter()
-            .filter(|(_, image)| image.kind == Kind::Delta);
-        let files = deltas.map(|(name, one)| {
+        let files = images.deltas().map(|(name, one)| {
             let path = self.extent(images, name).to_string_lossy().into_owned();
             Part {
                 beside: format!("{path}{ending}"),
@@ -446,11 +438,7 @@ impl Place<'_> {
     /// All but the top are complete by their files alone. One of another branch may not be where a process died.
     pub(super) fn must_be_frozen(&self, images: &Images) -> Result<(), String> {
         let chain = images.chain(&images.top);
-        let deltas = images
-            .images
-            .iter()
-            .filter(|(_, image)| image.kind == Kind::Delta);
-        for (name, _) in deltas.filter(|(name, _)| **name != images.top) {
+        for (name, _) in images.deltas().filter(|(name, _)| **name != images.top) {
             if self.is_frozen(images, name)? {
                 continue;
             }
