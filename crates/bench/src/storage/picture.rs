@@ -21,7 +21,8 @@ const BOTTOM: f64 = 40.0;
 
 /// File names and documents: one for every scenario and number that the rows have, and the courses of a scenario's cells.
 pub fn files(results: &Results) -> Vec<(String, String)> {
-    let groups = in_order(&results.rows);
+    let mut groups = in_order(&results.rows);
+    groups.sort_by_key(|group| numbers_in(&group.head().cell));
     let numbers: [(&str, &str, Number); 6] = [
         ("duration", "s from the command to the new image", |row| {
             row.total_s
@@ -102,13 +103,28 @@ fn bar(group: &Group, number: Number) -> Bar {
     let spread = group.spread(number);
     let note = match row.completed() {
         true => String::new(),
-        false => group.outcome().chars().take(60).collect(),
+        false => in_short(&group.outcome()),
     };
     Bar {
         label: format!("{}: {}", row.cell, row.name()),
         class: class(row),
         spread,
         note,
+    }
+}
+
+/// What cells of a scenario are ordered by, whichever was measured first.
+fn numbers_in(cell: &str) -> Vec<u64> {
+    let digits = cell.split(|one: char| !one.is_ascii_digit());
+    digits.filter_map(|number| number.parse().ok()).collect()
+}
+
+/// The first clause of how runs ended, which is as much as there is room for.
+fn in_short(outcome: &str) -> String {
+    let reason = outcome.strip_prefix("gave up: ");
+    match reason.and_then(|reason| reason.split([':', ';']).next()) {
+        Some(reason) => format!("gave up: {reason}"),
+        None => outcome.chars().take(60).collect(),
     }
 }
 
@@ -317,6 +333,36 @@ mod tests {
         let (_, svg) = named("storage-oio-course-oio-2.svg");
         assert!(svg.contains("godwit mirror") && !svg.contains("qsd"));
         assert_eq!(lost_s(&results.rows[0]), Some(1.0));
+    }
+
+    #[test]
+    fn cells_stand_in_the_order_of_their_numbers_and_a_reason_ends_with_its_clause() {
+        let row = |cell: &str| Row {
+            scenario: "oio".into(),
+            cell: cell.into(),
+            system: "godwit".into(),
+            total_s: Some(2.0),
+            outcome: "completed".into(),
+            ..Row::default()
+        };
+        let results = Results {
+            machine: Value::Null,
+            rows: vec![row("oio=2"), row("oio=32"), row("oio=8")],
+        };
+        let files = files(&results);
+        let svg = &files
+            .iter()
+            .find(|file| file.0 == "storage-oio-duration.svg")
+            .unwrap()
+            .1;
+        assert!(svg.find("oio=8").unwrap() < svg.find("oio=32").unwrap());
+        let outcome =
+            "gave up: the guest writes as fast as its blocks are copied: 5 s would not do";
+        assert_eq!(
+            in_short(outcome),
+            "gave up: the guest writes as fast as its blocks are copied"
+        );
+        assert_eq!(in_short("cut-off"), "cut-off");
     }
 
     #[test]
