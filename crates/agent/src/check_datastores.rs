@@ -122,11 +122,11 @@ fn look(name: &DatastoreName, path: &str, (user, state_dir): (User, &Path)) -> C
         }
     };
     if found.f_flag.contains(StatVfsMountFlags::RDONLY) {
-        return failed(
+        return warning(
             NAME,
             format!("{name}: {path} is mounted for reading only: no disk can come to it"),
             format!(
-                "see in 'dmesg' whether its storage failed, and mount it for writing: {}",
+                "where it is meant to be so, for images that linked disks begin as, nothing is to be done; else see in 'dmesg' whether its storage failed, and mount it for writing: {}",
                 remount(path)
             ),
         );
