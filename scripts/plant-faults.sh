@@ -212,7 +212,7 @@ disks() {
     core_model tracking
     core_model redo
     core_model delta
-    for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded moved-over-own-image common-layer-written; do
+    for fault in revert-over-former-layer layer-of-two-written snapshot-layer-unneeded moved-over-own-image common-layer-written disk-left-elsewhere; do
         disk_case snapshots $fault model a_disk_and_its_snapshots_keep_their_content_whatever_is_taken_forgotten_and_tidied
     done
     disk_case vhost memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images

@@ -122,11 +122,11 @@ fn look(name: &DatastoreName, path: &str, (user, state_dir): (User, &Path)) -> C
         }
     };
     if found.f_flag.contains(StatVfsMountFlags::RDONLY) {
-        return failed(
+        return warning(
             NAME,
             format!("{name}: {path} is mounted for reading only: no disk can come to it"),
             format!(
-                "see in 'dmesg' whether its storage failed, and mount it for writing: {}",
+                "where it is meant to be so, for images that linked disks begin as, nothing is to be done; else see in 'dmesg' whether its storage failed, and mount it for writing: {}",
                 remount(path)
             ),
         );
@@ -245,7 +245,7 @@ fn judge_room(name: &DatastoreName, path: &str, room: DatastoreRoom) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::datastores::tests::{has_disk_at, label_at};
+    use crate::datastores::tests::{has_disk_at, has_own_mounts, label_at, while_read_only};
     use crate::looking::Looking;
     use crate::test_support::TestHost;
     use godwit_testkit::file_system::Device;
@@ -399,6 +399,24 @@ mod tests {
         let found = looked(&path);
         assert!(!found.found.contains("may not"), "{found:?}");
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_datastore_that_is_mounted_for_reading_only_may_be_meant_to_be() {
+        if !has_own_mounts(
+            "check_datastores::tests::a_datastore_that_is_mounted_for_reading_only_may_be_meant_to_be",
+        ) {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().display().to_string();
+        while_read_only(directory.path(), || {
+            let found = looked(&path);
+            assert_eq!(found.status, CheckStatus::Warning, "{found:?}");
+            assert!(found.found.contains("no disk can come to it"), "{found:?}");
+            assert!(found.remedy.contains("linked disks begin as"), "{found:?}");
+            assert!(found.remedy.contains("mount -o remount,rw"), "{found:?}");
+        });
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Who owns the state: the image's bytes belong to whoever holds its lock; this value owns the descriptor, on which the lock
 //! is and through which all IO goes.
 //!
-//! What it refuses: what is neither a file nor a block device, a size that is no multiple of the disk's blocks, a device
+//! What it refuses: what is neither a file nor a block device, what takes no direct IO and can be written, a size that is no multiple of the disk's blocks, a device
 //! whose own blocks are larger than those, and a device whose label ([`crate::label`]) says that it holds no disk, or a part of one.
 
 use std::fs::{File, OpenOptions};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use godwit_types::plant::planted;
-use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, OFlags, StatVfsMountFlags, StatxFlags};
 use rustix::io::Errno;
 
 use crate::label::{self, Found, Holds, Label};
@@ -116,7 +116,7 @@ impl Image {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(unusable(path, NEITHER));
         }
-        go_direct(&file).map_err(|source| match source.raw_os_error() {
+        go_direct(&file, access).map_err(|source| match source.raw_os_error() {
             Some(libc::EINVAL) => unusable(path, "its file system takes no direct IO (O_DIRECT): put it on ext4, XFS, btrfs or a block device"),
             _ => failed("open", source),
         })?;
@@ -348,12 +348,21 @@ fn unusable(path: &Path, reason: &str) -> Error {
     }
 }
 
-/// Beside the page cache; and waiting, since some devices refuse requests on a descriptor that is not to wait.
-fn go_direct(file: &File) -> io::Result<()> {
-    let flags = rustix::fs::fcntl_getfl(file)?;
-    let flags = (flags | OFlags::DIRECT) - OFlags::NONBLOCK;
-    rustix::fs::fcntl_setfl(file, flags)?;
-    Ok(())
+/// Beside the page cache; and waiting, since some devices refuse requests on a descriptor that is not to wait. Where nobody can write, what is only read may come
+/// through the page cache: file systems that are made once, as those of optical discs, take no direct IO.
+fn go_direct(file: &File, access: Access) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(file)? - OFlags::NONBLOCK;
+    let direct = rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT);
+    if direct == Err(Errno::INVAL) && access == Access::ReadOnly && is_mounted_for_reading(file)? {
+        rustix::fs::fcntl_setfl(file, flags)?;
+        return Ok(());
+    }
+    direct.map_err(io::Error::from)
+}
+
+fn is_mounted_for_reading(file: &File) -> io::Result<bool> {
+    let found = rustix::fs::fstatvfs(file)?;
+    Ok(found.f_flag.contains(StatVfsMountFlags::RDONLY))
 }
 
 /// What the kernel says; or, where its file system does not tell (btrfs), what it takes. XFS says of a file that shares blocks with

@@ -295,3 +295,39 @@ fn a_device_has_the_size_that_it_has_and_a_full_file_system_has_no_room_for_a_lo
     drop(image);
     drop(mount);
 }
+
+/// A file system that is made once, of a directory, takes no direct IO and nothing that is written.
+#[test]
+fn an_image_that_nobody_can_write_is_read_where_nothing_takes_direct_io() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let [from, made, place] = ["from", "made", "place"].map(|name| directory.path().join(name));
+    for directory in [&from, &place] {
+        std::fs::create_dir(directory).unwrap();
+    }
+    let content: Vec<u8> = (0..IMAGE_BYTES).map(|at| (at / 4096 % 251) as u8).collect();
+    std::fs::write(from.join("disk.raw"), &content).unwrap();
+    let runs = |program: &str, words: &[&Path]| {
+        let ran = Command::new(program).args(words).output();
+        ran.is_ok_and(|ran| ran.status.success())
+    };
+    if !runs("mksquashfs", &[&from, &made])
+        || !runs("mount", &[Path::new("-oloop,ro"), &made, &place])
+    {
+        println!("skipped: no squashfs can be made and mounted here");
+        return;
+    }
+    let path = place.join("disk.raw");
+    assert!(Image::open(&path, Access::ReadWrite, 512).is_err());
+    let mut image = Image::open(&path, Access::ReadOnly, 512).unwrap();
+    image.lock("reader", std::time::Duration::ZERO).unwrap();
+    let mut stack = Stack::new(Vec::new(), Engine::new(image).unwrap());
+    let data = Data::Own(Buffer::zeroed(8192));
+    let request = common::request(Work::Read(512..8192 + 512), data);
+    let done = common::run(&mut stack, vec![request]);
+    let Some((Request { data, .. }, Outcome::Done)) = done.into_iter().next() else {
+        panic!("it is not read");
+    };
+    assert!(matches!(data, Data::Own(read) if read.bytes() == &content[512..8192 + 512]));
+    drop(stack);
+    assert!(runs("umount", &[&place]));
+}

@@ -2,13 +2,12 @@
 
 mod disk_site;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use disk_site::{
-    LONG, LOOK_EVERY, Site, another, dies_at, does_at, has_died, is_described, move_ended, places,
-};
+use anyhow::{Context as _, Result, ensure};
+use disk_site::redo::{begin, is_at, is_well};
+use disk_site::{LONG, LOOK_EVERY, Site, another, dies_at, does_at, has_died, move_ended};
 use godwit_types::SnapshotName;
-use godwit_types::disk_move::{DiskMoveState, DiskMoves, DiskPlace, FirstLog, Method};
-use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::disk_move::{DiskMoveState, FirstLog, Method};
+use godwit_types::host_api::VmRequest;
 use godwit_types::snapshots::{Quiesce, SnapshotRequest, TakeSnapshot};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,56 +17,6 @@ use std::time::{Duration, Instant};
 const HELD_MAX_MS: f64 = 5000.0;
 /// A guest that was held for so long is let go: its last log may take 3 s.
 const TOO_LONG: Duration = Duration::from_millis(3200);
-
-fn begin(site: &Site, to: &Path, first_log: FirstLog) -> Result<DiskMoves> {
-    let places = places(to, None)?.into_iter().map(|place| DiskPlace {
-        method: Method::Snapshot,
-        first_log,
-        ..place
-    });
-    let places = places.collect();
-    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
-        VmAnswer::DiskMoves(moves) => Ok(moves),
-        other => bail!("{other:?}"),
-    }
-}
-
-fn names(directory: &Path) -> Result<Vec<String>> {
-    let found = std::fs::read_dir(directory)?;
-    let names = found.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
-    names.collect()
-}
-
-/// Whether a file is a redo log, or says that there are some.
-fn is_of_logs(name: &str) -> bool {
-    name.contains(".d") && name.contains(".vmdk") || name.ends_with(".images")
-}
-
-/// The disk is there, in one image without logs, and nothing is at the other place.
-fn is_at(site: &mut Site, path: &Path, other: &Path) -> Result<()> {
-    path.clone_into(&mut site.path);
-    is_described(&site.pair.a, path)?;
-    let [own, other] = [path, other].map(|path| path.parent().context("a directory"));
-    let (own, other) = (own?, other?);
-    let deadline = Instant::now() + LONG;
-    loop {
-        let (here, there) = (names(own)?, names(other)?);
-        if !here.iter().any(|name| is_of_logs(name)) && there.is_empty() {
-            return Ok(());
-        }
-        ensure!(
-            Instant::now() < deadline,
-            "{here:?} is left where the disk is, and {there:?} where it is not"
-        );
-        std::thread::sleep(LOOK_EVERY);
-    }
-}
-
-/// The guest goes on, and has lost nothing.
-fn is_well(site: &Site) -> Result<()> {
-    site.goes_on(&site.pair.a, 20)?;
-    site.is_whole(&site.pair.a)
-}
 
 #[test]
 fn a_disk_moves_by_redo_logs_and_back_and_its_guest_loses_nothing() -> Result<()> {

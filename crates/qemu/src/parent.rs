@@ -1,15 +1,84 @@
-//! Images as which linked disks begin, and by which mark they are known.
+//! Images as which linked disks begin, and by which number they are known.
 //!
-//! Many disks read such an image, and what they lack would change with it: so it bears a random number, durably, before the first disk is linked to
+//! Many disks read such an image, and what they lack would change with it: so it bears a number, durably, before the first disk is linked to
 //! it, and whoever opens it for writing afterwards is refused. A disk knows its image by that number: another one in its place has another, or none.
-//! Owns nothing: the mark is the image's. Refuses: to guess where a mark cannot be read, and storage that keeps none.
+//!
+//! Where nobody of this host can write on its storage, it bears none, and need not: that number is made of what it is anew whenever it is opened. Once its
+//! storage can be written it bears that number, before anybody reads it as a disk, unless it has another one by then: then it is another image.
+//!
+//! Owns nothing: the mark is the image's. Refuses: to guess where a mark cannot be read, storage that keeps none and can be written, and an image that has no mark
+//! and can be written by another way than the one by which it is opened.
 
+use crate::mounted::Mounted;
+use crate::seen::number_of;
 use godwit_types::snapshots::{PARENT_MARK, PARENT_MARK_DIGITS};
 use rustix::fs::{XattrFlags, fgetxattr, fsetxattr, fsync};
 use rustix::io::Errno;
 use std::fs::File;
+use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
+
+/// Whether an image is the one that disks know by a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Known {
+    /// It bears that number.
+    ByMark,
+    /// It bears none, and is what that number was made of.
+    BySight,
+    Not,
+}
+
+/// Whether an open image is the one that disks know by this number.
+pub fn known_by(image: &File, number: &str) -> io::Result<Known> {
+    match parent_id(image)? {
+        Some(borne) if borne == number => return Ok(Known::ByMark),
+        Some(_) => return Ok(Known::Not),
+        None => {}
+    }
+    // Whatever else it bears is none of ours.
+    let is_it = !is_parent(image)? && number_of(image)? == number;
+    Ok(if is_it { Known::BySight } else { Known::Not })
+}
+
+/// Has an image that is [`Known::BySight`] be written by nobody: it bears its number from now on, durably, unless nobody of this host can write it anyway.
+/// Whoever calls this has its lock. Why not is the end of a sentence that names it.
+pub fn protect(image: &File, number: &str) -> Result<(), String> {
+    match Mounted::of(image)? {
+        Mounted::ForReading => Ok(()),
+        Mounted::ForReadingHere => Err(is_written_elsewhere(number)),
+        Mounted::ForWriting => match bear(image, number)? {
+            borne if borne == number => Ok(()),
+            borne => Err(format!("it bears another number by now: {borne}")),
+        },
+    }
+}
+
+fn is_written_elsewhere(number: &str) -> String {
+    format!(
+        "it bears no mark that nobody may write it, and its file system, which is mounted for reading only there, can be written by another mount of this host: 'setfattr -n {PARENT_MARK} -v {number} FILE' has it bear one, with the path that it has there"
+    )
+}
+
+/// The number by which disks know an image that are linked to it from now on: the one that it bears, or one that is made of what it is, which it bears from now on,
+/// durably, where it can be written: so those know it by the same that were linked to it before it could. Why there is none is the end of a sentence that names it.
+pub(crate) fn number_for_disks(image: &File) -> Result<String, String> {
+    let told = |error: io::Error| format!("it cannot be looked at: {error}");
+    let mounted = Mounted::of(image)?;
+    let number = match is_parent(image).map_err(|errno| told(errno.into()))? {
+        true => borne_by(image)?,
+        false => number_of(image).map_err(told)?,
+    };
+    match mounted {
+        // One that it bears may not be durable yet.
+        Mounted::ForWriting => bear(image, &number),
+        Mounted::ForReading => Ok(number),
+        Mounted::ForReadingHere => match is_parent(image) {
+            Ok(true) => Ok(number),
+            _ => Err(is_written_elsewhere(&number)),
+        },
+    }
+}
 
 /// Whether an image bears a mark, whatever that says.
 pub fn is_parent(image: impl AsFd) -> Result<bool, Errno> {
@@ -44,7 +113,7 @@ pub fn is_not_written(path: &Path) -> String {
 }
 
 /// Has an image bear this number, durably, unless it bears one; returns the one that it bears. Why not is the end of a sentence that names it.
-pub(crate) fn bear(image: &File, number: &str) -> Result<String, String> {
+fn bear(image: &File, number: &str) -> Result<String, String> {
     let told = |error: Errno| {
         match error {
         Errno::OPNOTSUPP => {
@@ -62,7 +131,12 @@ pub(crate) fn bear(image: &File, number: &str) -> Result<String, String> {
     }
     // Whoever wrote it may have died before it was durable.
     fsync(image).map_err(told)?;
-    let borne = parent_id(image).map_err(told)?;
+    borne_by(image)
+}
+
+fn borne_by(image: &File) -> Result<String, String> {
+    let borne = parent_id(image);
+    let borne = borne.map_err(|errno| format!("the mark that it bears cannot be read: {errno}"))?;
     borne.ok_or_else(|| {
         format!("it bears an attribute {PARENT_MARK} which is none of Godwit's: see who has written that")
     })
@@ -82,10 +156,48 @@ mod tests {
         assert_eq!(bear(file, NUMBER), Ok(NUMBER.to_owned()));
         assert_eq!(bear(file, &NUMBER.replace('0', "7")), Ok(NUMBER.to_owned()));
         assert_eq!(is_parent(file), Ok(true));
+        assert!(matches!(known_by(file, NUMBER), Ok(Known::ByMark)));
+        let other = NUMBER.replace('0', "7");
+        assert!(matches!(known_by(file, &other), Ok(Known::Not)));
         for strange in ["7", &"7".repeat(100)] {
             fsetxattr(file, PARENT_MARK, strange.as_bytes(), XattrFlags::empty()).unwrap();
             assert_eq!((is_parent(file), parent_id(file)), (Ok(true), Ok(None)));
             assert!(bear(file, NUMBER).unwrap_err().contains("none of Godwit's"));
+            let seen = number_of(file).unwrap();
+            assert!(matches!(known_by(file, &seen), Ok(Known::Not)));
         }
+    }
+
+    #[test]
+    fn an_image_that_is_known_by_what_it_is_bears_that_number_where_it_can_be_written() {
+        let image = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        let file = image.as_file();
+        file.set_len(1 << 20).unwrap();
+        let number = number_of(file).unwrap();
+        assert!(matches!(known_by(file, &number), Ok(Known::BySight)));
+        assert!(matches!(known_by(file, NUMBER), Ok(Known::Not)));
+        protect(file, &number).unwrap();
+        protect(file, &number).unwrap();
+        // It is another file since, by what is said of it.
+        assert!(number_of(file).unwrap() != number);
+        assert!(matches!(known_by(file, &number), Ok(Known::ByMark)));
+        assert!(
+            protect(file, NUMBER)
+                .unwrap_err()
+                .contains("another number")
+        );
+        assert_eq!(number_for_disks(file), Ok(number));
+    }
+
+    #[test]
+    fn the_first_disk_has_an_image_bear_the_number_by_which_others_know_it_already() {
+        let image = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        let file = image.as_file();
+        file.set_len(1 << 20).unwrap();
+        let number = number_of(file).unwrap();
+        assert_eq!(number_for_disks(file), Ok(number.clone()));
+        assert_eq!(parent_id(file), Ok(Some(number.clone())));
+        assert!(matches!(known_by(file, &number), Ok(Known::ByMark)));
+        assert_eq!(number_for_disks(file), Ok(number));
     }
 }

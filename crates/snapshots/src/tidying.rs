@@ -23,27 +23,46 @@ pub enum Tidying {
 
 impl Images {
     /// The next image that nobody needs as it is, and how it is given up; `bytes_of` tells how much an image holds, by its name. What has all of the disk is
-    /// before deltas: it has room of its own for most of what is above it, also where its file system has none.
+    /// before deltas: it has room of its own for most of what is above it, also where its file system has none. The top comes down last: it is frozen for that
+    /// anew until little is left, and would lie over one more image each time.
     pub fn unneeded(&self, bytes_of: impl Fn(&str) -> u64) -> Option<Tidying> {
         let all = self.images.iter();
         let (raw, others): (Vec<_>, Vec<_>) = all.partition(|(_, image)| image.kind == Kind::Raw);
-        raw.into_iter().chain(others).find_map(|(name, image)| {
-            let is_needed = *name == self.top || self.is_of_a_snapshot(name);
-            let above: Vec<&String> = self.above(name).collect();
-            let is_fixed = image.common && !planted("common-layer-written");
-            match above.as_slice() {
-                _ if is_needed => None,
-                [] => Some(Tidying::Drop {
-                    image: name.clone(),
-                }),
-                [_, _, ..] if !planted("layer-of-two-written") => None,
-                _ if is_fixed => None,
-                [above, ..] => self.given_up((name, image), above, &bytes_of),
+        let all = raw.into_iter().chain(others);
+        let mut all = all.filter_map(|one| self.tidying_of(one, &bytes_of));
+        let mut of_top = None;
+        let other = all.find(|tidying| match tidying {
+            Tidying::DownTop { .. } => {
+                of_top.get_or_insert_with(|| tidying.clone());
+                false
             }
-        })
+            _ => true,
+        });
+        other.or(of_top)
     }
 
-    /// By copying as little as possible.
+    /// How an image is given up, if nobody needs it.
+    fn tidying_of(
+        &self,
+        (name, image): (&String, &Image),
+        bytes_of: &impl Fn(&str) -> u64,
+    ) -> Option<Tidying> {
+        let is_needed = *name == self.top || self.is_of_a_snapshot(name);
+        let above: Vec<&String> = self.above(name).collect();
+        let is_fixed = image.common && !planted("common-layer-written");
+        match above.as_slice() {
+            _ if is_needed => None,
+            [] => Some(Tidying::Drop {
+                image: name.clone(),
+            }),
+            [_, _, ..] if !planted("layer-of-two-written") => None,
+            _ if is_fixed => None,
+            [above, ..] => self.given_up((name, image), above, bytes_of),
+        }
+    }
+
+    /// By copying as little as possible. What lies elsewhere never takes the place of what lies beside the disk: a move that failed would leave a part of the disk
+    /// there for good.
     fn given_up(
         &self,
         (name, image): (&String, &Image),
@@ -51,9 +70,12 @@ impl Images {
         bytes_of: &impl Fn(&str) -> u64,
     ) -> Option<Tidying> {
         let (below, above) = (name.clone(), above.to_owned());
+        let is_elsewhere = |name: &str| self.elsewhere.contains_key(name);
+        let would_go = is_elsewhere(&above) && !is_elsewhere(&below);
+        let may_go_up = !would_go || planted("disk-left-elsewhere");
         Some(match image.kind {
             _ if above == self.top => Tidying::DownTop { image: below },
-            Kind::Delta if bytes_of(&below) <= bytes_of(&above) => Tidying::Up {
+            Kind::Delta if may_go_up && bytes_of(&below) <= bytes_of(&above) => Tidying::Up {
                 image: below,
                 above,
             },

@@ -12,6 +12,8 @@ const BLOCKS: u64 = 8;
 /// The first numbers in blocks that nobody has written.
 const UNWRITTEN: u64 = 1000;
 const COMMON: &str = "/images/common";
+/// Where disks are to come to.
+const THERE: &str = "/there";
 
 /// Small numbers that a seed decides.
 struct Numbers(u64);
@@ -131,6 +133,18 @@ impl World {
                 self.images = taken;
                 self.kept.insert(name, self.now.clone());
             }
+            Err(_) => drop(self.files.remove(&fresh.name)),
+        }
+    }
+
+    /// A disk that was to move by redo logs did not, and its logs are left where it was to come to.
+    fn leave_log(&mut self) {
+        let fresh = Fresh {
+            elsewhere: Some(THERE.to_owned()),
+            ..self.fresh()
+        };
+        match self.images.freeze(&fresh) {
+            Ok(frozen) => self.images = frozen,
             Err(_) => drop(self.files.remove(&fresh.name)),
         }
     }
@@ -303,6 +317,7 @@ fn run(seed: u64) -> Result<BTreeMap<&'static str, u64>, String> {
             11 => world.revert()?,
             12..=13 => world.forget(),
             14 => world.go_elsewhere()?,
+            15 => world.leave_log(),
             _ => world.tidy()?,
         }
         world.check()?;
@@ -317,6 +332,12 @@ fn run(seed: u64) -> Result<BTreeMap<&'static str, u64>, String> {
         world.may_remove()?;
         world.check()?;
         left -= 1;
+    }
+    if !world.images.elsewhere.is_empty() {
+        return Err(format!(
+            "a part of it is left at {:?}",
+            world.images.elsewhere
+        ));
     }
     let chain = world.images.chain(&world.images.top);
     match chain[..] {

@@ -1,6 +1,6 @@
 //! What is refused, and what is known of a disk from its description alone.
 
-use godwit_snapshots::{CHAIN_MAX, Fresh, Images, Snapshot, Tidying};
+use godwit_snapshots::{CHAIN_MAX, Common, Fresh, Images, Snapshot, Tidying};
 use godwit_types::{SnapshotName, VmName};
 
 fn named(name: &str) -> SnapshotName {
@@ -116,4 +116,51 @@ fn what_lies_over_the_own_image_comes_down_into_it_first() {
         above: "new.raw.moving-1.d1".to_owned(),
     };
     assert_eq!(images.unneeded(|_| 0), Some(down));
+}
+
+/// The same of a linked disk, whose lowest delta is as good a place for content as any log.
+#[test]
+fn logs_of_a_linked_disk_come_down_into_what_lies_beside_it_however_much_that_holds() {
+    let id = "9".repeat(32);
+    let common = Common {
+        path: "/srv/golden/base.raw",
+        id: &id,
+    };
+    let own = Fresh {
+        name: "root.raw.d1".to_owned(),
+        id: "7".repeat(32),
+        elsewhere: None,
+    };
+    let mut images = Images::linked(common, 1 << 30, &"5".repeat(32), &own).unwrap();
+    for number in 1..=2 {
+        let log = Fresh {
+            // Before the disk's own by name, or behind it.
+            name: Images::name_of(["new.raw", "web.raw"][number as usize - 1], number),
+            id: format!("{number:032x}"),
+            elsewhere: Some("/srv/fast".to_owned()),
+        };
+        images = images.freeze(&log).unwrap();
+    }
+    let mut steps = 0;
+    while let Some(tidying) = images.unneeded(|_| 0) {
+        let is_first = steps == 0;
+        let down = Tidying::Down {
+            image: "root.raw.d1".to_owned(),
+            above: "new.raw.d1".to_owned(),
+        };
+        assert!(!is_first || tidying == down, "{tidying:?}");
+        // The guest writes, and the top is frozen once.
+        if steps == 1 {
+            let fresh = fresh(&images);
+            images = images.freeze(&fresh).unwrap();
+        } else {
+            images = images.tidied(&tidying);
+        }
+        let leaving: Vec<String> = images.leaving.keys().cloned().collect();
+        images = images.without(&leaving);
+        steps += 1;
+        assert!(steps < 9, "{images:?}");
+    }
+    assert_eq!(images.top, "root.raw.d1");
+    assert!(images.is_linked_only(), "{images:?}");
 }

@@ -135,6 +135,23 @@ impl Mount {
             _device: device,
         })
     }
+
+    /// Whether nothing can be written there from now on, by whichever mount; nobody may have a file open for writing.
+    pub fn protect(&self, is_protected: bool) -> io::Result<()> {
+        let options = if is_protected {
+            "remount,ro"
+        } else {
+            "remount,rw"
+        };
+        let ran = Command::new("mount")
+            .args(["-o", options])
+            .arg(&self.place)
+            .status()?;
+        match ran.success() {
+            true => Ok(()),
+            false => Err(io::Error::other(format!("mount -o {options} failed"))),
+        }
+    }
 }
 
 impl Drop for Mount {

@@ -23,6 +23,7 @@ mod gentle;
 #[cfg(test)]
 mod hardware_tests;
 mod history;
+mod holes;
 mod images;
 mod in_place;
 mod keeping;
@@ -36,6 +37,7 @@ mod linked;
 mod making;
 mod moving;
 mod note;
+mod parent;
 mod parts;
 mod quiescing;
 mod record;

@@ -3,6 +3,8 @@
 //! The disk's own file is as long as its parent and holds nothing: by it everybody else knows the disk. Beside it lie an empty delta over the parent, which
 //! gets what the guest writes, and the description of both. The parent bears a mark from before its first disk was there, by which nobody writes it any more.
 //!
+//! Where nobody can write on its storage it has none, and is known by what it is ([`crate::parent`]).
+//!
 //! The order is what counts: the mark, the delta, the disk's own file, which says that it is a part, and last the description. Whoever dies between leaves
 //! a file that is refused as a disk, and that the next one who makes this disk begins anew; and a delta that holds nothing, which goes with the VM's
 //! next snapshot.
@@ -14,7 +16,7 @@ use super::source::LOCK_WAIT;
 use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
 use crate::disk::{NotOpened, must_be_no_devices, open_looked_at};
 use crate::layered::must_be_whole;
-use crate::parent::{bear, is_parent};
+use crate::parent::{is_parent, number_for_disks};
 use crate::qcow2::{Format, HEAD_MAX, format_of};
 use crate::reserved::place_of_open;
 use crate::rights::as_user;
@@ -40,12 +42,12 @@ const NUMBERS_MAX: u64 = 64;
 /// Whoever wrote an image so short a time ago may go on with that: not every program locks what it writes.
 const AT_REST_AFTER: Duration = Duration::from_secs(10);
 
-/// What a disk begins as: open, locked against being written, and with its mark.
+/// What a disk begins as: open, locked against being written, and with its mark, where it can have one.
 #[derive(Debug)]
 pub(super) struct Parent {
     path: String,
     bytes: u64,
-    /// The number that it bears.
+    /// The number by which it is known.
     id: String,
     /// Nobody gets it for writing as long as this is open.
     _file: File,
@@ -59,9 +61,8 @@ impl Parent {
         let User { uid, gid } = maker.user;
         let opened = as_user(uid, gid, || Ok(open(path, disk, maker)));
         let (file, bytes) = opened.map_err(|errno| errno.to_string()).flatten()?;
-        let number = random_number()?;
-        let id = bear(&file, &number).or_else(|why| {
-            let theirs = as_user(uid, gid, || Ok(bear(&file, &number)));
+        let id = number_for_disks(&file).or_else(|why| {
+            let theirs = as_user(uid, gid, || Ok(number_for_disks(&file)));
             theirs.unwrap_or(Err(why))
         });
         let id = id.map_err(|why| format!("no disk is linked to the image {path}: {why}"))?;

@@ -2,10 +2,12 @@
 
 use super::*;
 use crate::disk::{DiskError, open_image};
-use crate::parent::parent_id;
+use crate::mounted::Mounted;
+use crate::parent::{Known, known_by, parent_id, protect};
 use godwit_snapshots::Images;
-use godwit_types::snapshots::LAYERED_MARK;
-use rustix::fs::fgetxattr;
+use godwit_testkit::file_system::{DEVICE_BYTES, Device, Mount};
+use godwit_types::snapshots::{LAYERED_MARK, PARENT_MARK};
+use rustix::fs::{XattrFlags, fgetxattr, fsetxattr};
 
 const BYTES: usize = 3 << 20;
 
@@ -131,6 +133,96 @@ fn disks_are_linked_to_one_image_which_nobody_writes_from_then_on() {
         .make(&linked.here.disk(Some("base"), None))
         .unwrap();
     assert!(std::fs::read(linked.here.at("root.raw")).unwrap() == vec![7; BYTES]);
+}
+
+/// The same, over an image on a file system of its own; nothing where this machine has none for it.
+fn on_another_file_system() -> Option<(Linked, Mount, PathBuf)> {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: mounting needs root");
+        return None;
+    }
+    let mut linked = Linked::new();
+    let golden = linked.here.at("golden");
+    std::fs::create_dir(&golden).unwrap();
+    let mount = Mount::of("ext4", Device::of(DEVICE_BYTES)?, &golden)?;
+    let base = golden.join("base");
+    std::fs::write(&base, vec![7; BYTES]).unwrap();
+    was_written(&base, 60);
+    linked.stores = vec![golden];
+    Some((linked, mount, base))
+}
+
+fn over(base: &Path, disk: DiskSpec) -> DiskSpec {
+    DiskSpec {
+        from: Some(base.to_str().unwrap().to_owned()),
+        ..disk
+    }
+}
+
+#[test]
+fn disks_over_an_image_that_nobody_can_write_know_it_by_what_it_is_and_mark_it_once_they_can() {
+    let Some((linked, mount, base)) = on_another_file_system() else {
+        return;
+    };
+    mount.protect(true).unwrap();
+    for name in ["one.raw", "two.raw"] {
+        linked.make(&over(&base, linked.disk(name, None))).unwrap();
+    }
+    let file = File::open(&base).unwrap();
+    assert_eq!(Mounted::of(&file), Ok(Mounted::ForReading));
+    assert_eq!(parent_id(&file), Ok(None));
+    let [one, two] = ["one.raw", "two.raw"].map(|name| {
+        let images = linked.described(name);
+        images.common().unwrap().id.to_owned()
+    });
+    assert_eq!(one, two);
+    let known = |number: &str| known_by(&file, number).unwrap();
+    assert_eq!(known(&one), Known::BySight);
+    assert_eq!(known(&"5".repeat(32)), Known::Not);
+    protect(&file, &one).unwrap();
+    assert_eq!(parent_id(&file), Ok(None), "there is nothing to be done");
+    mount.protect(false).unwrap();
+    // Another disk comes before one of those starts.
+    linked
+        .make(&over(&base, linked.disk("three.raw", None)))
+        .unwrap();
+    assert_eq!(parent_id(&file), Ok(Some(one.clone())));
+    assert_eq!(known(&one), Known::ByMark);
+    // The mark counts wherever it is read.
+    drop(file);
+    mount.protect(true).unwrap();
+    linked
+        .make(&over(&base, linked.disk("four.raw", None)))
+        .unwrap();
+    let images = linked.described("four.raw");
+    assert_eq!(images.common().unwrap().id, one);
+}
+
+#[test]
+fn an_image_that_can_be_written_by_another_mount_has_to_bear_a_mark() {
+    let Some((mut linked, mount, base)) = on_another_file_system() else {
+        return;
+    };
+    let bound = linked.here.at("bound");
+    std::fs::create_dir(&bound).unwrap();
+    let mount_there = |words: &[&str]| {
+        let mut command = std::process::Command::new("mount");
+        assert!(command.args(words).arg(&bound).status().unwrap().success());
+    };
+    mount_there(&["--bind", base.parent().unwrap().to_str().unwrap()]);
+    mount_there(&["-o", "remount,bind,ro"]);
+    linked.stores = vec![bound.clone()];
+    let disk = over(&bound.join("base"), linked.disk("one.raw", None));
+    linked.refused(&disk, &["by another mount of this host", "setfattr -n"]);
+    let number = "5".repeat(32);
+    let file = File::open(&base).unwrap();
+    let flags = XattrFlags::empty();
+    fsetxattr(&file, PARENT_MARK, number.as_bytes(), flags).unwrap();
+    linked.make(&disk).unwrap();
+    assert_eq!(linked.described("one.raw").common().unwrap().id, number);
+    let unmounted = std::process::Command::new("umount").arg(&bound).status();
+    assert!(unmounted.unwrap().success());
+    drop((file, mount));
 }
 
 #[test]

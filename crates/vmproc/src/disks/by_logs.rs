@@ -8,11 +8,12 @@
 //! Part of a move ([`super::in_place`]). Owns nothing beyond the course of one disk. Refuses: to fill a file system to its end, where disks
 //! that are in use would have no room, and to hold a guest for longer than its limit as far as that is known beforehand.
 
+mod base;
+
 use super::STAND_WAIT;
 use super::in_place::limit;
 use super::last_log::LastLog;
 use super::layers::OwnedPlace;
-use super::moving::holes;
 use super::parts::Parts;
 use super::served::Served;
 use super::switching::{Going, Stopped};
@@ -20,7 +21,7 @@ use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Target, merge as merge_images};
 use godwit_blockio::filters::{Beside, Pace, WaitTimes};
-use godwit_blockio::{Arriving, Frozen, Image};
+use godwit_blockio::{Arriving, Image};
 use godwit_redo::{Redo, Step, Work};
 use godwit_snapshots::Images;
 use godwit_types::bytes_per_s;
@@ -28,9 +29,8 @@ use godwit_types::disk_move::{DiskIteration, RedoLogs};
 use godwit_types::vm::{DiskSpec, room_for_images};
 use godwit_vhost::{Disk, Standing};
 use rustix::fs::{fstat, fstatvfs};
-use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -214,55 +214,6 @@ impl ByLogs<'_> {
         }
     }
 
-    fn copy_base(&mut self, filled: &Arriving) -> Result<(), Stopped> {
-        let (own, pace) = (self.own.try_clone()?, self.pace.clone());
-        let path = self.place.spec.path.clone();
-        let holes = holes(&self.place.spec, self.image, self.bytes).unwrap_or_else(|error| {
-            let disk = self.name();
-            tracing::warn!(
-                disk,
-                error,
-                "all of a disk is copied, since its holes are not known"
-            );
-            Vec::new()
-        });
-        let data = but(&holes, self.bytes);
-        self.total = data.iter().map(|range| range.end - range.start).sum();
-        let began = self.begin();
-        let frozen = Frozen {
-            from: own.as_fd(),
-            path: Path::new(&path),
-            into: filled,
-            data,
-            pace: &pace,
-        };
-        let mut stopped = None;
-        let copied = frozen.copy(|copied| {
-            self.left = self.total.saturating_sub(copied.bytes);
-            self.waits = copied.waits;
-            match self.goes_on(0) {
-                Ok(()) => Some(self.disk.glance().map_or(0, |status| status.under_way)),
-                Err(why) => {
-                    stopped = Some(why);
-                    None
-                }
-            }
-        });
-        if let Some(why) = stopped {
-            return Err(why);
-        }
-        // Where there is no room any more, that is what a person can do something about.
-        let copied =
-            copied.or_else(|error| self.must_leave_room().and(Err(Stopped::from(error))))?;
-        let copied = copied.ok_or("its image was not copied to its end")?;
-        reached("redo.copied");
-        let work = Work {
-            bytes: copied.bytes,
-            seconds: began.at.elapsed().as_secs_f64(),
-        };
-        self.ended(&began, work, copied.bytes)
-    }
-
     /// Brings a log that is frozen into the copy.
     fn consolidate(&mut self, log: u32) -> Result<(), Stopped> {
         let name = log_of(&self.images, log);
@@ -380,8 +331,8 @@ impl ByLogs<'_> {
 
     /// How far it is, for whoever asks.
     fn tell(&mut self) {
-        let logs = self.images.deltas();
-        let logs: u64 = logs.filter_map(|(name, _)| self.bytes_of(name).ok()).sum();
+        let logs = (1..=self.redo.logs()).filter_map(|log| log_of(&self.images, log));
+        let logs: u64 = logs.filter_map(|name| self.bytes_of(&name).ok()).sum();
         let copy = fstat(&self.copy).map_or(0, |found| {
             u64::try_from(found.st_blocks)
                 .unwrap_or(0)
@@ -511,7 +462,7 @@ impl ByLogs<'_> {
 
     /// The disk goes on with the copy, which is written down.
     fn change_image(&self, going: &Going<'_>, standing: Standing<'_>, copy: &mut Option<Image>) {
-        lock(&self.served.layered).remove(self.name());
+        self.served.note_images(self.name(), None);
         let changed = match copy.take() {
             Some(copy) => standing.flatten(copy).map_err(|error| error.to_string()),
             None => Err("its new image is gone".to_owned()),
@@ -548,38 +499,18 @@ fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stop
     }
 }
 
-/// The image that is log `number` of a disk that consists of its own image and logs alone.
+/// The image that is log `number` of a disk that consists of logs alone and of its own image, or of what it is linked to and what was written over that.
 fn log_of(images: &Images, number: u32) -> Option<String> {
     let chain = images.chain(&images.top);
-    let place = chain.len().checked_sub(1 + number as usize)?;
+    let below = if images.common().is_some() { 2 } else { 1 };
+    let place = chain.len().checked_sub(below + number as usize)?;
     chain.get(place).map(|name| (*name).to_owned())
-}
-
-/// What of a disk of so many bytes is not among these, which are in order.
-fn but(holes: &[Range<u64>], bytes: u64) -> Vec<Range<u64>> {
-    let (mut data, mut at) = (Vec::new(), 0);
-    let end = bytes..bytes;
-    for hole in holes.iter().chain([&end]) {
-        if hole.start > at {
-            data.push(at..hole.start);
-        }
-        at = hole.end;
-    }
-    data
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_snapshots::Fresh;
-
-    #[test]
-    fn what_is_no_hole_is_copied() {
-        assert_eq!(but(&[], 9), std::iter::once(0..9).collect::<Vec<_>>());
-        assert_eq!(but(&[0..3, 5..6], 9), [3..5, 6..9]);
-        assert_eq!(but(&[2..4, 7..9], 9), [0..2, 4..7]);
-        assert!(but(&[0..4, 4..9], 9).is_empty());
-    }
+    use godwit_snapshots::{Common, Fresh};
 
     #[test]
     fn logs_are_found_from_the_lowest_on() {
@@ -597,5 +528,26 @@ mod tests {
         assert_eq!(log_of(&images, 1), Some(name(1)));
         assert_eq!(log_of(&images, 3), Some(name(3)));
         assert_eq!(log_of(&images, 4), None);
+    }
+
+    #[test]
+    fn what_a_linked_disk_consists_of_is_no_log() {
+        let fresh = |name: &str, elsewhere: Option<&str>| Fresh {
+            name: name.to_owned(),
+            id: "7".repeat(32),
+            elsewhere: elsewhere.map(str::to_owned),
+        };
+        let id = "9".repeat(32);
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &id,
+        };
+        let own = fresh("root.raw.d1", None);
+        let images = Images::linked(common, 4096, &"5".repeat(32), &own).unwrap();
+        assert_eq!(log_of(&images, 1), None);
+        let log = fresh("web-root.raw.moving-1.d1", Some("/srv/fast"));
+        let images = images.freeze(&log).unwrap();
+        assert_eq!(log_of(&images, 1), Some(log.name));
+        assert_eq!(log_of(&images, 2), None);
     }
 }

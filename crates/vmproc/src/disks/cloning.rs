@@ -404,7 +404,7 @@ fn as_it_is(place: &Place<'_>, disk: DiskSpec) -> Result<Source, String> {
     images.must_be_one_moment(&place.config.vm)?;
     place.must_be_the_latest(&images)?;
     let deltas = place.open(&images, LOCK_WAIT, true)?;
-    let base = place.below_all(&images, base)?;
+    let base = place.below_all(&images, base, "clone")?;
     Source::of(disk, base, deltas, images.bytes)
 }
 
@@ -433,7 +433,7 @@ fn as_it_was(
         }
         deltas.push(place.open_unlocked(&images, image)?);
     }
-    let base = place.below_all(&images, base)?;
+    let base = place.below_all(&images, base, "clone")?;
     Source::of(disk, base, deltas, images.bytes)
 }
 

@@ -1,12 +1,11 @@
 //! What a disk consists of that has snapshots: a description beside its image, and deltas above that.
 //!
 //! The disk's own image stays where it is, under its name: it bears the records, the lock is on it, and everybody else knows the disk by it. That of a linked
-//! disk holds nothing: in its place the deltas lie over an image that others have, too, which is opened for reading alone and known by the mark that it bears.
+//! disk holds nothing: in its place the deltas lie over an image that others have, too, which is opened for reading alone ([`super::parent`]).
 //! What lies over it says `IMAGE.images` ([`super::described`]), on the disk's own storage: so neither a host whose state was put back from an
 //! older copy nor a controller can bring back an older tree over newer images. One durable write of it is each change.
 //!
-//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, another image than the one that a disk is linked to, and disks
-//! on block devices. What no description names is in [`super::unnamed`].
+//! Owns nothing: the files are the disk's. Refuses: deltas other than those that are described, and disks on block devices. What no description names is in [`super::unnamed`].
 
 use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
@@ -15,18 +14,17 @@ use super::served::{Served, open_file};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::files::Paths;
+use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
     Delta, NewDelta, Opening, Outliving, create, describe_over, is_frozen,
 };
-use godwit_blockio::{Access, Image as DiskImage};
 use godwit_delta::{Id, Parent};
-use godwit_qemu::parent::parent_id;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Common, Fresh, Images, Kind};
+use godwit_snapshots::{Fresh, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::{PARENT_MARK, description_of};
+use godwit_types::snapshots::description_of;
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -229,69 +227,6 @@ impl Place<'_> {
             deltas.insert(0, self.over_common(images, lowest, patience)?);
         }
         Ok(deltas)
-    }
-
-    /// Lays the lowest delta of a linked disk over the image as which that begins.
-    fn over_common(
-        &self,
-        images: &Images,
-        lowest: Delta,
-        patience: Duration,
-    ) -> Result<Delta, String> {
-        let Some(common) = images.common() else {
-            return Ok(lowest);
-        };
-        let reader = lock_name(self.config, self.spec);
-        let image = self.open_common(common, images.bytes, (&reader, patience))?;
-        lowest.over(image).map_err(|error| error.to_string())
-    }
-
-    /// What lies below all deltas: the disk's own image, which is given, or what it is linked to, which its guest may have open meanwhile.
-    pub fn below_all(&self, images: &Images, own: File) -> Result<File, String> {
-        let Some(common) = images.common() else {
-            return Ok(own);
-        };
-        let reader = format!("{}/clone", lock_name(self.config, self.spec));
-        let image = self.open_common(common, images.bytes, (&reader, LOCK_WAIT))?;
-        let file = image.as_fd().try_clone_to_owned();
-        file.map(File::from).map_err(|error| error.to_string())
-    }
-
-    /// The very image to which the disk was linked: whoever puts another one in its place changes what the guest has not written.
-    fn open_common(
-        &self,
-        Common { path, id }: Common<'_>,
-        bytes: u64,
-        (reader, patience): (&str, Duration),
-    ) -> Result<DiskImage, String> {
-        let linked = format!("disk '{}' is linked to the image {path}", self.spec.name);
-        let spec = DiskSpec {
-            path: path.to_owned(),
-            read_only: true,
-            ..self.spec.clone()
-        };
-        let file = open_file(self.config, &spec, self.owner);
-        let file =
-            file.map_err(|error| format!("{linked}, which is not opened: {}", error.message))?;
-        let borne =
-            self.as_opener(|| parent_id(&file).map_err(|errno| std::io::Error::from(errno).into()));
-        let borne = borne.map_err(|why| format!("{linked}, whose mark cannot be read: {why}"))?;
-        if borne.as_deref() != Some(id) {
-            return Err(format!(
-                "{linked}, and what is there now is another one, or lost its mark ({PARENT_MARK}, which was {id}) when it was copied: put that image back, with its attributes; if it certainly is the same, 'setfattr -n {PARENT_MARK} -v {id} {path}' says so"
-            ));
-        }
-        let told = |error: godwit_blockio::Error| format!("{linked}: {error}");
-        let image = DiskImage::of(file, Path::new(path), Access::ReadOnly, BLOCK);
-        let mut image = image.map_err(told)?;
-        image.lock(reader, patience).map_err(told)?;
-        match image.bytes() == bytes {
-            true => Ok(image),
-            false => Err(format!(
-                "{linked}, which has {} bytes and had {bytes} when it was linked: put that image back",
-                image.bytes()
-            )),
-        }
     }
 
     /// Opens what lies between the disk's own image and the top, from the lowest to the highest, without those two.

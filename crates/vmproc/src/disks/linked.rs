@@ -54,8 +54,8 @@ impl Served {
             }
             None => Ok(false),
             Some(common) if !images.is_linked_only() => Err(stays_over(common.path)),
-            Some(_) if method != Method::Mirror => {
-                Err("it is linked to another image, and only the mirror copies all of such a disk: leave out --method".to_owned())
+            Some(_) if method == Method::DirtyTracking => {
+                Err("it is linked to another image, and dirty block tracking does not copy that: leave out --method".to_owned())
             }
             Some(_) => Ok(true),
         }

@@ -4,6 +4,7 @@
 //! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
+use super::holes::holes;
 use super::images::{give_names, keep_names};
 use super::leaving::{Below, Leaving};
 use super::parts::Parts;
@@ -16,7 +17,7 @@ use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::delta::Words;
-use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, TopOnly, WaitTimes};
+use godwit_blockio::filters::{Bottleneck, Course, Pace, TopOnly, WaitTimes};
 use godwit_blockio::{Arriving, Filter, NO_NEARER};
 use godwit_delta::States;
 use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
@@ -29,8 +30,6 @@ use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use godwit_wire::BELOW;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
@@ -532,35 +531,6 @@ pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File
         true => Ok(file),
         false => Err(told(&"it is another file than the guest's")),
     }
-}
-
-/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
-pub(super) fn holes(
-    spec: &DiskSpec,
-    image: (u64, u64),
-    bytes: u64,
-) -> Result<Vec<Range<u64>>, String> {
-    let file = open_disk_image(spec, image)?;
-    let told = |error: Errno| format!("{}: {error}", spec.path);
-    let (mut holes, mut at) = (Vec::new(), 0);
-    while at < bytes {
-        let data = match seek(&file, SeekFrom::Data(at)) {
-            Ok(data) => data.min(bytes),
-            Err(Errno::NXIO) => bytes,
-            Err(error) => return Err(told(error)),
-        };
-        // A region in which there is any data is no hole, so the next look is at the one after it.
-        let end = if data < bytes {
-            data - data % REGION
-        } else {
-            bytes
-        };
-        if end > at {
-            holes.push(at..end);
-        }
-        at = end.saturating_add(REGION);
-    }
-    Ok(holes)
 }
 
 /// Lets the copying of a disk begin: what is a hole is not copied; all is where that cannot be looked at. Returns the bytes

@@ -58,6 +58,8 @@ pub(super) struct Logs {
     /// and what the names of logs there begin with.
     stem: String,
     first: FirstLog,
+    /// The image to which the guest wrote before: the disk's own, or, of a linked disk, what lies over the one to which it is linked.
+    over: String,
     /// How long the guest's requests waited while logs were put over the disk.
     pub frozen: Duration,
     /// Since when the disk has been at both places.
@@ -65,7 +67,7 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    fn of(place: &DiskPlace, moment: u128) -> Result<Self, String> {
+    fn of(place: &DiskPlace, moment: u128, over: &str) -> Result<Self, String> {
         let path = Path::new(&place.path);
         let directory = path.parent().and_then(Path::to_str);
         let name = path.file_name().and_then(|name| name.to_str());
@@ -76,6 +78,7 @@ impl Logs {
             directory: directory.to_owned(),
             stem: format!("{name}.moving-{moment:x}"),
             first: place.first_log,
+            over: over.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
         })
@@ -88,11 +91,17 @@ impl Logs {
         (!beside_former).then(|| (self.directory.clone(), name))
     }
 
-    /// Whether the disk whose own image has this name consists of that and so many of these, in their order, and of nothing else.
-    fn are_all_of(&self, images: &Images, own: &str, logs: u32) -> bool {
+    /// Whether the disk consists of what it did before, which lies in its own directory, and so many of these, in their order, and of nothing else.
+    fn are_all_of(&self, images: &Images, logs: u32) -> bool {
         let mut chain = images.chain(&images.top);
-        let is_own = chain.pop() == Some(own);
         chain.reverse();
+        let all = chain.len();
+        let below = if images.common().is_some() { 2 } else { 1 };
+        let over = chain.split_off(below.min(all));
+        let is_before = chain.last() == Some(&self.over.as_str());
+        let is_beside = chain
+            .iter()
+            .all(|name| !images.elsewhere.contains_key(*name));
         let is_log = |(number, name): (u32, &&str)| {
             let lies_at = images.elsewhere.get(*name);
             match self.place_of(number) {
@@ -100,11 +109,10 @@ impl Logs {
                 None => lies_at.is_none(),
             }
         };
-        let is_all = images.snapshots.is_empty()
-            && images.leaving.is_empty()
-            && images.images.len() == chain.len() + 1;
-        let are_so_many = chain.len() == logs as usize;
-        is_own && is_all && are_so_many && (1..).zip(&chain).all(is_log)
+        let is_all =
+            images.snapshots.is_empty() && images.leaving.is_empty() && images.images.len() == all;
+        let are_so_many = over.len() == logs as usize;
+        is_before && is_beside && is_all && are_so_many && (1..).zip(&over).all(is_log)
     }
 }
 
@@ -145,10 +153,11 @@ impl Served {
             let mut disks = what.disks.iter();
             let spec = disks.find(|disk| disk.name == place.disk);
             let spec = spec.ok_or("the VM has no such disk")?;
-            // Logs alone are told from the lowest on, over an image that has all that lay below the first.
+            // Logs alone are told from the lowest on, over what has all that lay below the first.
             self.must_be_copied_whole(spec, place.method)?;
             must_be_free(Path::new(&place.path))?;
-            logs.insert(place.disk.clone(), Logs::of(place, moment)?);
+            let over = self.all().place(spec).load()?.top;
+            logs.insert(place.disk.clone(), Logs::of(place, moment, &over)?);
         }
         // From here on nothing of them is tidied.
         lock(&self.by_logs).extend(logs);
@@ -168,7 +177,7 @@ impl Served {
         }
     }
 
-    /// What a disk consists of that moves by logs; refused where that is not its own image and so many logs of its move alone.
+    /// What a disk consists of that moves by logs; refused where that is not what it was before and so many logs of its move alone.
     pub(super) fn logged(
         &self,
         place: &Place<'_>,
@@ -177,13 +186,12 @@ impl Served {
     ) -> Result<Images, String> {
         let images = place.load_of(own)?;
         let images = images.ok_or("its redo logs are not described any more")?;
-        let file = place.file_name()?;
         let by_logs = lock(&self.by_logs);
         let known = by_logs.get(&place.spec.name);
-        match known.is_some_and(|known| known.are_all_of(&images, file, logs)) {
+        match known.is_some_and(|known| known.are_all_of(&images, logs)) {
             true => Ok(images),
             false => Err(format!(
-                "it does not consist of its image and {logs} redo logs of this move alone any more: see the log of the VM process, and try again once 'godwit vm snapshot list' tells of nothing that is left to be merged"
+                "it does not consist of what it was before and {logs} redo logs of this move alone any more: see the log of the VM process, and try again once 'godwit vm snapshot list' tells of nothing that is left to be merged"
             )),
         }
     }
@@ -314,7 +322,7 @@ impl Place<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_snapshots::Fresh;
+    use godwit_snapshots::{Common, Fresh};
 
     const OWN: &str = "root.raw";
 
@@ -323,6 +331,7 @@ mod tests {
             directory: "/srv/fast".to_owned(),
             stem: "new.raw.moving-1".to_owned(),
             first,
+            over: OWN.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
         }
@@ -344,18 +353,57 @@ mod tests {
         let there = logs(FirstLog::Destination);
         let first = under(&one, "new.raw.moving-1.d1", Some("/srv/fast"));
         let second = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
-        assert!(there.are_all_of(&one, OWN, 0) && !there.are_all_of(&one, OWN, 1));
-        assert!(there.are_all_of(&first, OWN, 1) && there.are_all_of(&second, OWN, 2));
-        assert!(!there.are_all_of(&second, OWN, 1) && !there.are_all_of(&second, "data.raw", 2));
+        assert!(there.are_all_of(&one, 0) && !there.are_all_of(&one, 1));
+        assert!(there.are_all_of(&first, 1) && there.are_all_of(&second, 2));
+        assert!(!there.are_all_of(&second, 1));
+        let of_another = Logs {
+            over: "data.raw".to_owned(),
+            ..there.clone()
+        };
+        assert!(!of_another.are_all_of(&second, 2));
         // Whoever tidies puts one over it that is none of the move's.
         let tidied = under(&first, "root.raw.d2", None);
-        assert!(!there.are_all_of(&tidied, OWN, 2));
+        assert!(!there.are_all_of(&tidied, 2));
         let other = under(&first, "new.raw.moving-2.d2", Some("/srv/fast"));
-        assert!(!there.are_all_of(&other, OWN, 2));
+        assert!(!there.are_all_of(&other, 2));
         let here = logs(FirstLog::Source);
         let first = under(&one, "root.raw.d1", None);
         let second = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
-        assert!(here.are_all_of(&first, OWN, 1) && here.are_all_of(&second, OWN, 2));
-        assert!(!there.are_all_of(&first, OWN, 1));
+        assert!(here.are_all_of(&first, 1) && here.are_all_of(&second, 2));
+        assert!(!there.are_all_of(&first, 1));
+    }
+    #[test]
+    fn a_linked_disk_that_moves_consists_of_two_images_more_and_the_logs_alone() {
+        let (id, mark) = ("9".repeat(32), "5".repeat(32));
+        let common = Common {
+            path: "/srv/golden/base.raw",
+            id: &id,
+        };
+        let own = Fresh {
+            name: "root.raw.d1".to_owned(),
+            id: "7".repeat(32),
+            elsewhere: None,
+        };
+        let linked = Images::linked(common, 4096, &mark, &own).unwrap();
+        for first_log in [FirstLog::Destination, FirstLog::Source] {
+            let logs = Logs {
+                over: own.name.clone(),
+                ..logs(first_log)
+            };
+            let first = match first_log {
+                FirstLog::Destination => under(&linked, "new.raw.moving-1.d1", Some("/srv/fast")),
+                FirstLog::Source => under(&linked, "root.raw.d2", None),
+            };
+            let second = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
+            assert!(logs.are_all_of(&linked, 0) && !logs.are_all_of(&linked, 1));
+            assert!(logs.are_all_of(&first, 1) && !logs.are_all_of(&first, 0));
+            assert!(logs.are_all_of(&second, 2) && !logs.are_all_of(&second, 3));
+            // Whoever tidies brings a log into what lies over the common image, or the other way round.
+            let of_own = Logs {
+                over: OWN.to_owned(),
+                ..logs.clone()
+            };
+            assert!(!of_own.are_all_of(&second, 2));
+        }
     }
 }

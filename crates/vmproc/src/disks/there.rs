@@ -18,7 +18,7 @@ use crate::files::Paths;
 use godwit_blockio::delta::is_frozen;
 use godwit_blockio::label::{self, End};
 use godwit_qemu::disk::{identity_of_open, open_to_look};
-use godwit_qemu::parent::parent_id;
+use godwit_qemu::parent::{Known, known_by as known_parent};
 use godwit_snapshots::{Image, Images, Kind};
 use godwit_store::{StoreError, load_json, save_json};
 use godwit_types::MigrationId;
@@ -219,8 +219,7 @@ fn part_is_there(path: &Path, part: &Image) -> Result<(), String> {
     let other = "it is another one than is described";
     let id = part.id.as_deref();
     if part.common {
-        let borne = parent_id(&file).map_err(|errno| told(errno.into()))?;
-        if borne.is_none() || borne.as_deref() != id {
+        if known_parent(&file, id.ok_or(other)?).map_err(told)? == Known::Not {
             return Err(other.to_owned());
         }
     } else {
