@@ -37,6 +37,7 @@ fn begun(site: &Site, directory: &Path, layered: bool) -> Disks {
         bytes: BYTES,
         used_bytes: 0,
         layered,
+        linked: None,
     };
     let coming = MigrationSpec {
         disks: vec![disk],

@@ -258,7 +258,7 @@ impl Place<'_> {
     }
 
     /// The very image to which the disk was linked: whoever puts another one in its place changes what the guest has not written.
-    fn open_common(
+    pub(super) fn open_common(
         &self,
         Common { path, id }: Common<'_>,
         bytes: u64,
