@@ -25,7 +25,7 @@ impl Images {
         (first, mark): (u64, &str),
         top_id: &str,
     ) -> Result<Elsewhere, Refusal> {
-        // What lies over others, and over nothing that is whole, is refused by what checks it.
+        // Then each chain ends there, as has been checked.
         let whole = self.images.values().filter(|image| image.kind == Kind::Raw);
         if whole.count() != 1 {
             return Err("it does not lie over one whole image".to_owned());

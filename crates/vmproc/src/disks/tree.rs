@@ -490,7 +490,7 @@ impl Place<'_> {
             let delta = opened.remove(name);
             delta.ok_or_else(|| format!("the image {name} is not described"))
         });
-        let over = over.collect::<Result<_, String>>()?;
+        let over = over.collect::<Result<Vec<Delta>, String>>()?;
         self.over_its_parent(images, over, LOCK_WAIT)
     }
 
