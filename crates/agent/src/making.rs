@@ -267,7 +267,8 @@ fn must_be(name: &VmName, spec: &VmSpec) -> Reply<()> {
     }
 }
 
-fn directories(stores: &Datastores) -> Vec<PathBuf> {
+/// Those datastores that have files.
+pub(crate) fn directories(stores: &Datastores) -> Vec<PathBuf> {
     let dirs = stores.values().filter(|store| !store.is_device());
     dirs.map(|store| PathBuf::from(&store.path)).collect()
 }

@@ -4,6 +4,7 @@
 //! names this host and the remedy. Refuses: nothing by itself; the caller ends the migration if a refusal is there.
 
 mod disks;
+mod linked;
 
 pub use disks::to_move;
 
@@ -109,7 +110,9 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
     findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     findings.extend(user_is_anothers(here, spec).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
-    findings.extend(disks::places(here.config, spec, &request.disks));
+    let come = linked::come(here.config, spec, &request.disks);
+    findings.extend(disks::places(here.config, spec, &come.disks));
+    findings.extend(come.passed.into_iter().map(Ok));
     findings.extend(spec.has_variables().then(|| uefi(here, request)));
     findings.extend(
         spec.nics
@@ -122,7 +125,10 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
             .iter()
             .map(|(path, hash)| same_file(host, path, hash)),
     );
-    collect(findings, host)
+    PreflightReport {
+        stay_linked: come.stay_linked,
+        ..collect(findings, host)
+    }
 }
 
 /// Whether the VM can leave here.

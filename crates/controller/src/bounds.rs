@@ -5,8 +5,9 @@
 
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, VMS_MAX};
-use godwit_types::migration::{DiskToMove, MigrationReport};
+use godwit_types::migration::{DiskToMove, LinkedTo, MigrationReport};
 use godwit_types::site::{Instance, SiteTable, WholeSurvey};
+use godwit_types::snapshots::PARENT_MARK_DIGITS;
 use godwit_types::text::{SENTENCE_LEN_MAX, cut};
 use godwit_types::vm::{DISKS_MAX, InvalidVm, VmSpec};
 use godwit_types::{ApiError, HostName, VmName};
@@ -30,6 +31,8 @@ pub const NEW_NAMES_MAX: usize = 1024;
 const ID_LEN_MAX: usize = 128;
 /// Longest version, model or bridge, bytes.
 const WORD_LEN_MAX: usize = 512;
+/// Longest path of an image, bytes.
+const PATH_LEN_MAX: usize = 4096;
 /// Most machine types, CPU models, port groups or addresses of a host.
 const LISTED_MAX: usize = 4096;
 
@@ -54,7 +57,18 @@ fn not_taken(host: &HostName, what: String) -> NotTaken {
 pub fn disks(spec: &VmSpec, said: Vec<DiskToMove>) -> Vec<DiskToMove> {
     let along = spec.disks.iter().filter(|disk| disk.goes_along());
     let measured = along.filter_map(|disk| said.iter().find(|said| said.name == disk.name));
-    measured.cloned().collect()
+    let mut measured: Vec<DiskToMove> = measured.cloned().collect();
+    for disk in &mut measured {
+        // Without it such a disk is refused by its VM process.
+        disk.linked = disk.linked.take().filter(names_an_image);
+    }
+    measured
+}
+
+fn names_an_image(linked: &LinkedTo) -> bool {
+    let is_path = linked.path.starts_with('/') && linked.path.len() <= PATH_LEN_MAX;
+    let is_plain = !linked.path.chars().any(char::is_control);
+    is_path && is_plain && linked.id.len() == PARENT_MARK_DIGITS
 }
 
 /// A host's list of its VMs.

@@ -5,6 +5,7 @@
 use anyhow::{Context as _, bail};
 use godwit_blockio::label::{self, End};
 use godwit_ownership::{Action, Event, HostRecord, Qemu, VmCore};
+use godwit_qemu::layered::linked_to;
 use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::host_api::{DISKS_FILE, HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::image::KnownImage;
@@ -147,6 +148,7 @@ impl Host {
                 name,
                 bytes,
                 used_bytes: bytes,
+                linked: layered.then(|| linked_to(&path)).flatten(),
             })
         };
         along.map(measure).collect()

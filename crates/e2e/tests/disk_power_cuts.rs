@@ -136,7 +136,7 @@ impl Log {
         let file = File::options().read(true).write(true).open(&self.extent)?;
         let delta = Delta::unlocked((file, &self.extent), self.id, 512)?;
         let target = Target::Raw(into.as_fd(), into.bytes());
-        let merged = merge(&delta, target, false, |_| true)?;
+        let merged = merge(&delta, target, false, |_| Some(AT_ONCE_MAX))?;
         ensure!(merged.is_some(), "it ended early");
         Ok(())
     }

@@ -4,6 +4,7 @@
 
 use godwit_snapshots::{Images, Kind};
 use godwit_store::load_json;
+use godwit_types::migration::LinkedTo;
 use godwit_types::snapshots::{LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of};
 use rustix::fs::fgetxattr;
 use std::fs::File;
@@ -29,6 +30,20 @@ pub fn use_of_linked(image: &Path) -> Option<u64> {
         Kind::Raw => takes(&image.with_file_name(name)),
     });
     Some(each.fold(0, u64::saturating_add))
+}
+
+/// What a linked disk begins as whose own image this is; nothing of any other disk, as far as that can be told.
+pub fn linked_to(image: &Path) -> Option<LinkedTo> {
+    let images: Images = load_json(&description_of(image)).ok()??;
+    images.check().ok()?;
+    let common = images.common()?;
+    let found = Path::new(common.path).metadata();
+    Some(LinkedTo {
+        path: common.path.to_owned(),
+        id: common.id.to_owned(),
+        used_bytes: found.map_or(0, |found| found.blocks().saturating_mul(512)),
+        has_snapshots: !images.may_become_one(),
+    })
 }
 
 /// Where the snapshots are described of an image that is not there.

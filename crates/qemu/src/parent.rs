@@ -6,18 +6,26 @@
 //! Where nobody of this host can write on its storage, it bears none, and need not: that number is made of what it is anew whenever it is opened. Once its
 //! storage can be written it bears that number, before anybody reads it as a disk, unless it has another one by then: then it is another image.
 //!
+//! A copy on another host is the same one where that has its number and its length: what copies attributes writes them last, or gives the copy its name
+//! last, so that half a copy has none.
+//!
 //! Owns nothing: the mark is the image's. Refuses: to guess where a mark cannot be read, storage that keeps none and can be written, and an image that has no mark
 //! and can be written by another way than the one by which it is opened.
 
+use crate::disk::{NotOpened, open_looked_at};
 use crate::mounted::Mounted;
+use crate::reserved::place_of_open;
+use crate::rights::as_user;
 use crate::seen::number_of;
+use crate::user::User;
+use godwit_types::migration::LinkedTo;
 use godwit_types::snapshots::{PARENT_MARK, PARENT_MARK_DIGITS};
-use rustix::fs::{XattrFlags, fgetxattr, fsetxattr, fsync};
+use rustix::fs::{CWD, OFlags, XattrFlags, fgetxattr, fsetxattr, fsync};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Whether an image is the one that disks know by a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +112,53 @@ pub fn parent_id(image: impl AsFd) -> Result<Option<String>, Errno> {
     Ok(is_number.then_some(digits))
 }
 
+/// Whether this host has the image to which a disk of so many bytes is linked elsewhere, in one of these directories and readable by this user; else why
+/// not, as the end of a sentence that names it.
+pub fn must_be_same(
+    linked: &LinkedTo,
+    bytes: u64,
+    stores: &[PathBuf],
+    user: User,
+) -> Result<(), String> {
+    let looked = as_user(user.uid, user.gid, || Ok(is_same(linked, bytes, stores)));
+    looked.map_err(|errno| errno.to_string())?
+}
+
+fn is_same(linked: &LinkedTo, bytes: u64, stores: &[PathBuf]) -> Result<(), String> {
+    let opened = open_looked_at(CWD, Path::new(&linked.path), OFlags::RDONLY);
+    let file = opened.map_err(|why| match why {
+        NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => "it is not there".to_owned(),
+        why => format!("it cannot be read: {why}"),
+    })?;
+    let found = file.metadata().map_err(|error| error.to_string())?;
+    if !found.is_file() {
+        return Err("it is a block device there".to_owned());
+    }
+    let place = place_of_open(&file).map_err(|error| error.to_string())?;
+    let is_in =
+        |store: &PathBuf| std::fs::canonicalize(store).is_ok_and(|store| place.starts_with(store));
+    if !stores.iter().any(is_in) {
+        return Err("it is in no datastore of that host".to_owned());
+    }
+    let borne = parent_id(&file).map_err(|errno| format!("its mark cannot be read: {errno}"))?;
+    match borne {
+        Some(id) if id == linked.id => {}
+        Some(_) => return Err("another image is there".to_owned()),
+        None => {
+            return Err(format!(
+                "it bears no mark ({PARENT_MARK}), which a copy without attributes lacks"
+            ));
+        }
+    }
+    match found.len() == bytes {
+        true => Ok(()),
+        false => Err(format!(
+            "it has {} bytes there, and the disk {bytes}",
+            found.len()
+        )),
+    }
+}
+
 /// Why an image is not opened for writing.
 pub fn is_not_written(path: &Path) -> String {
     format!(
@@ -147,6 +202,36 @@ mod tests {
     use super::*;
 
     const NUMBER: &str = "0123456789abcdef0123456789abcdef";
+
+    #[test]
+    fn a_copy_is_the_same_image_by_its_place_its_number_and_its_length() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let stores = [directory.path().to_owned()];
+        let path = directory.path().join("base.raw");
+        let linked = |id: &str| LinkedTo {
+            path: path.to_string_lossy().into_owned(),
+            id: id.to_owned(),
+            used_bytes: 0,
+            has_snapshots: false,
+        };
+        let why = |id: &str, bytes, stores: &[PathBuf]| is_same(&linked(id), bytes, stores);
+        let refused = |id: &str, bytes, stores: &[PathBuf]| why(id, bytes, stores).unwrap_err();
+        assert!(refused(NUMBER, 4096, &stores).contains("is not there"));
+        let file = File::create(&path).unwrap();
+        file.set_len(4096).unwrap();
+        assert!(refused(NUMBER, 4096, &stores).contains("bears no mark"));
+        bear(&file, NUMBER).unwrap();
+        assert_eq!(why(NUMBER, 4096, &stores), Ok(()));
+        assert!(refused(&"7".repeat(32), 4096, &stores).contains("another image"));
+        assert!(refused(NUMBER, 8192, &stores).contains("has 4096 bytes"));
+        assert!(refused(NUMBER, 4096, &[]).contains("in no datastore"));
+        let elsewhere = tempfile::tempdir_in("/var/tmp").unwrap();
+        let others = [elsewhere.path().to_owned()];
+        assert!(refused(NUMBER, 4096, &others).contains("in no datastore"));
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert!(refused(NUMBER, 4096, &stores).contains("cannot be read"));
+    }
 
     #[test]
     fn an_image_bears_the_first_number_that_it_was_given_and_is_not_written_from_then_on() {

@@ -387,6 +387,7 @@ mod tests {
         assert_eq!(images.common(), Some(Common { path, id: &id }));
         assert_eq!((images.next, images.is_one_raw()), (2, false));
         assert!(images.is_linked_only() && !super::tests::images().is_linked_only());
+        assert!(images.may_become_one() && !super::tests::images().may_become_one());
         assert_eq!(images.unneeded(|_| 0), None);
         let text = serde_json::to_string(&images).unwrap();
         assert_eq!(serde_json::from_str::<Images>(&text).unwrap(), images);

@@ -1,6 +1,7 @@
 //! The same images at another place, where the disk's own file may have another name.
 //!
-//! Pure, owns nothing. Refuses images that several VMs have: whoever moves a disk moves what is its own.
+//! Pure, owns nothing. What several VMs have does not move: it is to be at the other place already, by the same path, which whoever takes the disk looks at.
+//! Refuses disks that lie over more than one whole image.
 
 use crate::{Images, Kind, Refusal};
 use godwit_types::plant::planted;
@@ -10,24 +11,24 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elsewhere {
     pub images: Images,
-    /// The names that all but the top have there, by those that they have here.
+    /// The names that all but the top have there, by those that they have here; what other VMs may have, too, is none of them.
     pub names: BTreeMap<String, String>,
 }
 
 impl Images {
     /// What the disk consists of where its own file has this name, and its deltas numbers from `first` on; its top, to which the guest writes while the
-    /// disk moves, is another delta there, of this identity. `mark` is a new number. What leaves here does not go along.
+    /// disk moves, is another delta there, of this identity. `mark` is a new number. What leaves here does not go along. A linked disk lies over the same
+    /// image there as here.
     pub fn elsewhere(
         &self,
         own: &str,
         (first, mark): (u64, &str),
         top_id: &str,
     ) -> Result<Elsewhere, Refusal> {
-        let mut all = self.images.iter();
-        if let Some((name, _)) = all.find(|(_, image)| image.common) {
-            return Err(format!(
-                "it lies over {name}, which others may have, too, and which does not move with it"
-            ));
+        // Then each chain ends there, as has been checked.
+        let whole = self.images.values().filter(|image| image.kind == Kind::Raw);
+        if whole.count() != 1 {
+            return Err("it does not lie over one whole image".to_owned());
         }
         if self
             .images
@@ -38,7 +39,7 @@ impl Images {
         }
         let mut next = first;
         let mut names = BTreeMap::new();
-        for (name, image) in &self.images {
+        for (name, image) in self.images.iter().filter(|(_, image)| !image.common) {
             let new = match image.kind {
                 Kind::Raw => own.to_owned(),
                 Kind::Delta => {
@@ -82,7 +83,7 @@ impl Images {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Fresh, Snapshot};
+    use crate::{Common, Fresh, Snapshot};
     use godwit_types::SnapshotName;
 
     fn fresh(number: u32) -> Fresh {
@@ -154,19 +155,44 @@ mod tests {
         );
     }
 
+    /// Two snapshots of a linked disk.
+    fn linked() -> Images {
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        let images = Images::linked(common, 1 << 30, &"5".repeat(32), &fresh(1)).unwrap();
+        let images = images.take(snapshot("first"), &fresh(2)).unwrap();
+        images.take(snapshot("second"), &fresh(3)).unwrap()
+    }
+
     #[test]
-    fn what_others_have_too_does_not_move() {
-        let mut here = tree();
-        let mut base = here.images.remove("root.raw").unwrap();
-        base.common = true;
-        here.images.insert("/base.raw".to_owned(), base);
+    fn a_linked_disk_lies_over_the_same_image_elsewhere() {
+        let here = linked();
         let mark = "6".repeat(32);
-        let refused = here.elsewhere("web.raw", (1, &mark), &"9".repeat(32));
-        assert!(refused.unwrap_err().contains("which others may have"));
+        let there = here.elsewhere("web.raw", (4, &mark), &"8".repeat(32));
+        let Elsewhere { images, names } = there.unwrap();
+        assert_eq!(images.common(), here.common());
+        assert_eq!(names.len(), 2, "neither its top nor what others have");
+        assert_eq!(images.images.len(), 4);
+        assert_eq!(images.not_called_after("web.raw"), None);
+        for snapshot in &images.snapshots {
+            let chain = images.chain(&snapshot.image);
+            assert_eq!(chain.last(), Some(&"/srv/base.raw"));
+        }
+    }
+
+    #[test]
+    fn what_is_no_delta_or_lies_over_two_whole_images_does_not_move() {
+        let mark = "6".repeat(32);
+        let refused = |images: &Images| {
+            let moved = images.elsewhere("web.raw", (1, &mark), &"8".repeat(32));
+            moved.unwrap_err()
+        };
         let one = Images::of_one("root.raw", 1 << 30, &mark);
-        assert!(
-            one.elsewhere("web.raw", (1, &mark), &"9".repeat(32))
-                .is_err()
-        );
+        assert!(refused(&one).contains("is no delta"));
+        let mut two = linked();
+        two.images.extend(one.images);
+        assert!(refused(&two).contains("one whole image"));
     }
 }

@@ -199,6 +199,11 @@ impl Images {
         self.common().is_some() && self.images.len() == 2 && !has_more && is_beside
     }
 
+    /// Whether it is a linked disk of which no other moment is kept: whoever copies what its guest reads has all of it.
+    pub fn may_become_one(&self) -> bool {
+        self.common().is_some() && self.snapshots.is_empty() && self.reverting.is_none()
+    }
+
     /// Whether it says no more than that the disk is one raw image.
     pub fn is_one_raw(&self) -> bool {
         let is_raw = |image: &Image| image.kind == Kind::Raw;

@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    /// The disk goes to another place, as its guest writes to a new top; only what is its own does.
+    /// The disk goes to another place, as its guest writes to a new top; what others have, too, is there already.
     fn go_elsewhere(&mut self) -> Result<(), String> {
         let fresh = self.fresh();
         match self.images.freeze(&fresh) {
@@ -210,12 +210,7 @@ impl World {
         let there = self
             .images
             .elsewhere("disk", (self.images.next, &mark), &id);
-        let is_own = !self.files.contains_key(COMMON);
-        let there = match there {
-            Ok(there) if is_own => there,
-            Err(_) if !is_own => return Ok(()),
-            other => return Err(format!("it goes elsewhere: {other:?}")),
-        };
+        let there = there.map_err(|why| format!("it goes elsewhere: {why}"))?;
         let of = |name: &String| self.files[name].clone();
         let mut files: BTreeMap<String, Content> = there
             .names
@@ -223,6 +218,7 @@ impl World {
             .map(|(name, new)| (new.clone(), of(name)))
             .collect();
         files.insert(there.images.top.clone(), of(&self.images.top));
+        files.extend(self.files.remove_entry(COMMON));
         (self.images, self.files) = (there.images, files);
         Ok(())
     }

@@ -15,6 +15,7 @@ pub mod datastore;
 pub mod disk_activity;
 pub mod disk_move;
 pub mod disk_resize;
+pub mod disk_to_move;
 pub mod drain;
 pub mod error;
 pub mod forecast;

@@ -3,6 +3,7 @@
 //! Pure data. The report's field names are a stable interface; units are in the names.
 
 use crate::disk_move::{Method, Optimisation};
+pub use crate::disk_to_move::{DiskToMove, LinkedTo};
 pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
 use crate::image::KnownImage;
@@ -155,21 +156,6 @@ pub struct AgentAddress {
     pub address: SocketAddr,
 }
 
-/// A disk whose image goes along with its VM.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DiskToMove {
-    /// Its name within the VM.
-    pub name: String,
-    /// What the guest sees as its size.
-    pub bytes: u64,
-    /// Bytes that its image occupies at the source.
-    #[serde(default)]
-    pub used_bytes: u64,
-    /// Whether it consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub layered: bool,
-}
-
 /// What the controller gives to both hosts before a migration begins.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MigrationSpec {
@@ -220,6 +206,15 @@ pub struct MigrationSpec {
     /// Where the destination listens; filled in when it is prepared.
     #[serde(default)]
     pub destination_addresses: Vec<SocketAddr>,
+}
+
+impl MigrationSpec {
+    /// What a person is told of its linked disks that do not stay so.
+    pub fn become_one(&self) -> Vec<String> {
+        let to = &self.destination.host;
+        let disks = self.disks.iter();
+        disks.filter_map(|disk| disk.told_as_one(to)).collect()
+    }
 }
 
 /// What limited an iteration, or the copying of disks.
@@ -561,7 +556,7 @@ impl MigrationReport {
             began_unix_s,
             ended_unix_s: None,
             prepare_s: 0.0,
-            notes: Vec::new(),
+            notes: spec.become_one(),
             events: Vec::new(),
             prediction: spec.prediction.clone(),
         }
@@ -581,4 +576,7 @@ pub struct PreflightReport {
     /// Targets that it cannot meet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cannot_keep: Vec<CannotKeep>,
+    /// Disks, by name, that stay linked to the image which they begin as, since the destination has it, too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stay_linked: Vec<String>,
 }

@@ -82,7 +82,7 @@ use godwit_qemu::command_line::BackEnd;
 use godwit_qemu::user::User;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::image::take_newest;
-use godwit_types::migration::MigrationSpec;
+use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::{Disk, Handover};
@@ -227,9 +227,14 @@ impl Disks {
         self.0.keep_written(spec).map_err(internal)
     }
 
-    /// A disk that consists of several images.
-    pub(crate) fn with_snapshots(&self) -> Option<String> {
-        lock(&self.0.layered).iter().next().cloned()
+    /// A disk that consists of several images, and goes along so.
+    pub(crate) fn with_snapshots(&self, along: &[DiskToMove]) -> Option<String> {
+        let layered = lock(&self.0.layered);
+        let becomes_one = |name: &String| {
+            let mut named = along.iter().filter(|disk| disk.name == *name);
+            named.any(|disk| disk.becomes_one().is_some())
+        };
+        layered.iter().find(|name| !becomes_one(name)).cloned()
     }
 
     /// One of them that would change hands.
@@ -240,11 +245,14 @@ impl Disks {
         found.map(|disk| disk.name.clone())
     }
 
-    /// One of them that is linked to another image, and why it does not go to another host.
-    pub(crate) fn linked(&self) -> Option<(String, String)> {
-        let all = lock(&self.0.linked);
-        let (disk, common) = all.first_key_value()?;
-        Some((disk.clone(), linked::stays_over(common)))
+    /// One of them that would change hands and is linked to another image, and why it does not.
+    pub(crate) fn shared_and_linked(&self) -> Option<(String, String)> {
+        let (what, linked) = (self.0.what(), lock(&self.0.linked));
+        let mut disks = what.disks.iter().filter(|disk| disk.changes_hands());
+        disks.find_map(|disk| {
+            let common = linked.get(&disk.name)?;
+            Some((disk.name.clone(), linked::stays_over(common)))
+        })
     }
 
     /// Whether QEMU has any that this process serves.

@@ -103,7 +103,7 @@ impl Vm {
     pub(crate) fn keeps_for_snapshots(&self) -> Option<String> {
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks)?;
         let vm = &self.config.vm;
-        if let Some((disk, why)) = disks.linked() {
+        if let Some((disk, why)) = disks.shared_and_linked() {
             return Some(format!("disk '{disk}' of VM '{vm}' is not moved: {why}"));
         }
         let disk = disks.shared_with_snapshots()?;
@@ -112,7 +112,7 @@ impl Vm {
         ))
     }
 
-    /// Refuses to leave with linked disks, with snapshots of a disk on shared storage, and with any for a host that does not know what they are.
+    /// Refuses to leave with linked disks or snapshots on shared storage, and with any for a host that does not know what they are.
     pub(crate) fn refuse_with_snapshots(&self, spec: &MigrationSpec) -> Result<(), ApiError> {
         if let Some(why) = self.keeps_for_snapshots() {
             return Err(ApiError::new(ErrorCode::NotMigratable, why).on_host(&self.config.host));
@@ -122,7 +122,7 @@ impl Vm {
         }
         let to = &spec.destination.host;
         let disks = self.hyper.as_ref().map(|hyper| &hyper.disks);
-        let Some(disk) = disks.and_then(Disks::with_snapshots) else {
+        let Some(disk) = disks.and_then(|disks| disks.with_snapshots(&spec.disks)) else {
             return Ok(());
         };
         let vm = &self.config.vm;

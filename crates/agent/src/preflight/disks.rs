@@ -12,6 +12,7 @@ use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
 use godwit_qemu::holding::device_must_be_nobodys;
+use godwit_qemu::layered::linked_to;
 use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::migration::DiskToMove;
@@ -82,12 +83,14 @@ fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
     }
     let (bytes, own_bytes) = length_and_use(&file, end).map_err(told)?;
     let layered = is_layered(at);
+    let linked = layered.then(|| linked_to(at)).flatten();
     let used_bytes = own_bytes.saturating_add(bytes_over(at));
     Ok(DiskToMove {
         layered,
         name: disk.name.clone(),
         bytes,
         used_bytes,
+        linked,
     })
 }
 
@@ -327,6 +330,7 @@ mod tests {
         let said = |bytes| {
             let sizes = [DiskToMove {
                 layered: false,
+                linked: None,
                 name: disk.name.clone(),
                 bytes,
                 used_bytes: 0,
@@ -359,6 +363,7 @@ mod tests {
         let stores = Datastores::from([(store, Datastore::new(path, false))]);
         let sizes = [DiskToMove {
             layered: false,
+            linked: None,
             name: "root".into(),
             bytes: 1 << 30,
             used_bytes: 0,
@@ -399,6 +404,7 @@ mod tests {
         let disk = DiskSpec::new("root", path.to_str().unwrap());
         let sizes = [DiskToMove {
             layered: false,
+            linked: None,
             name: disk.name.clone(),
             bytes: 8 << 20,
             used_bytes: 0,
@@ -438,6 +444,7 @@ mod tests {
             let disk = DiskSpec::new(name, dir.path().join(name).to_str().unwrap());
             let size = DiskToMove {
                 layered: false,
+                linked: None,
                 name: disk.name.clone(),
                 bytes: 1 << 30,
                 used_bytes,

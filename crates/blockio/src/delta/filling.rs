@@ -41,8 +41,10 @@ pub(crate) struct Filling {
 }
 
 impl Filling {
-    /// Fills this top over deltas, from the lowest to the highest, which lie over a raw image.
+    /// Fills this top over deltas, from the lowest to the highest, which lie over a raw image, or over the one to which their disk is linked.
     pub(crate) fn of(top: &Delta, lower: &[Delta], raw: &Image) -> Result<Self, Error> {
+        let lowest = lower.first().unwrap_or(top);
+        let raw = lowest.begins_as().unwrap_or(raw);
         let bytes = top.layout.disk_bytes();
         let fit = lower.iter().all(|delta| delta.layout.disk_bytes() == bytes);
         if !fit || raw.bytes() != bytes {

@@ -561,6 +561,7 @@ mod tests {
         assert!(free.prediction.basis.contains("1000 of 2048 MiB"));
         let disk = DiskToMove {
             layered: false,
+            linked: None,
             name: "root".into(),
             bytes: 80_000_000_000,
             used_bytes: 4_000_000_000,

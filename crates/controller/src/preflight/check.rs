@@ -4,6 +4,7 @@
 //! poll old, and gives way to what the host says of the same matter. Refuses: a VM of which nobody says what runs it,
 //! hosts that cannot reach each other, and encryption below what the VM requires.
 
+use super::linked;
 use crate::error::{Outcome, refuse};
 use crate::placement::place;
 use godwit_migrate::admission::reasons_to_stay;
@@ -47,8 +48,10 @@ pub struct Facts {
     pub coming: Option<Result<Said, ApiError>>,
     /// What became of the probe.
     pub arrived: Option<Arrived>,
-    /// The disks that go along, as the source says.
+    /// The disks that go along, as the source says, and as the destination has places for them once it was asked.
     pub disks: Vec<DiskToMove>,
+    /// The names of linked ones that stay so.
+    pub stay_linked: Vec<String>,
 }
 
 /// Something that speaks against the migration.
@@ -83,6 +86,12 @@ pub fn check(facts: &Facts) -> (PreflightReport, Cipher) {
         report.passed.extend(passed);
         let refusals = refusals.into_iter().map(|error| error.on_host(host));
         report.refusals.extend(refusals);
+    }
+    // What the destination has of linked disks is known once it has answered.
+    if let Some(Ok(_)) = &facts.coming {
+        report.passed.extend(linked::lines(facts));
+        report.refusals.extend(linked::refusals(facts));
+        report.stay_linked.clone_from(&facts.stay_linked);
     }
     match &facts.arrived {
         None => {}
@@ -205,7 +214,7 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
         false => format!("install Godwit {} on host {}", vm.version, destination.name),
     };
     let message = format!(
-        "disk '{}' of VM {} consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image; host {}, Godwit {}, and the VM process, Godwit {}, do not take such a disk along together: {way_out}, or delete its snapshots first; a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')",
+        "disk '{}' of VM {} consists of several images, since it has snapshots, or images of deleted ones that are not merged yet; host {}, Godwit {}, and the VM process, Godwit {}, do not take such a disk along together: {way_out}, or delete its snapshots first",
         disk.name, facts.vm.spec.name, destination.name, destination.version, vm.version
     );
     Some(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.name))

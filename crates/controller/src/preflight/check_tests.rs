@@ -1,6 +1,7 @@
 //! What preflight makes of facts, without a host.
 
 use super::*;
+use godwit_types::migration::LinkedTo;
 use godwit_types::site::Claim;
 use godwit_types::version::Range;
 use godwit_types::vm::VmState;
@@ -69,6 +70,7 @@ fn facts() -> Facts {
         destination: host("b"),
         wish: None,
         disks: Vec::new(),
+        stay_linked: Vec::new(),
         leaving: said(&[]),
         coming: said(&[]),
         arrived: Some(Ok(BTreeMap::from([(group(), true)]))),
@@ -218,4 +220,49 @@ fn a_request_may_not_lower_the_encryption_that_a_vm_requires() {
     facts.vm.spec.encryption = EncryptionMode::Opportunistic;
     assert_eq!(refusals(&facts), []);
     assert_eq!(check(&facts).1, Cipher::None);
+}
+
+fn linked(has_snapshots: bool) -> DiskToMove {
+    DiskToMove {
+        name: "root".to_owned(),
+        bytes: 1 << 30,
+        used_bytes: 1 << 20,
+        layered: true,
+        linked: Some(LinkedTo {
+            path: "/srv/base.raw".to_owned(),
+            id: "7".repeat(32),
+            used_bytes: 1 << 20,
+            has_snapshots,
+        }),
+    }
+}
+
+#[test]
+fn it_is_said_whether_a_linked_disk_stays_so_and_one_that_may_not_become_one_image_is_refused() {
+    let told = |facts: &Facts, text: &str| {
+        let (report, _) = check(facts);
+        assert_eq!(report.refusals, []);
+        assert!(report.passed.iter().any(|line| line.contains(text)));
+        report.stay_linked
+    };
+    let mut facts = facts();
+    let speaks = Speaks {
+        migration: Range::only(MIGRATION_WITH_SNAPSHOTS),
+        ..Speaks::default()
+    };
+    facts.destination.speaks = speaks.clone();
+    facts.vm.vm_process = Some(Build {
+        version: "0".into(),
+        speaks,
+    });
+    facts.disks = vec![linked(false).as_one_image()];
+    assert!(told(&facts, "one image with all its content").is_empty());
+    facts.disks = vec![linked(true)];
+    facts.stay_linked = vec!["root".to_owned()];
+    assert_eq!(told(&facts, "stays linked to the image"), ["root"]);
+    facts.stay_linked.clear();
+    assert_eq!(refusals(&facts), [("b".to_owned(), ErrorCode::Preflight)]);
+    let (report, _) = check(&facts);
+    let message = &report.refusals[0].message;
+    assert!(message.contains("/srv/base.raw") && message.contains("has snapshots"));
 }

@@ -6,6 +6,7 @@
 
 mod check;
 mod described;
+mod linked;
 mod places;
 
 use self::check::{Arrived, Facts, Said};
@@ -75,6 +76,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         coming: None,
         arrived: None,
         disks: Vec::new(),
+        stay_linked: Vec::new(),
     };
     ask_source(app, (name, request), &mut facts, &source, &destination).await?;
     let (report, cipher) = check::check(&facts);
@@ -145,6 +147,7 @@ async fn ask_destination(
     facts.coming = Some(match answer {
         Ok(mut report) => {
             bounds::lines(&mut report.passed);
+            facts.stay_linked = linked::settle(&mut facts.disks, &report.stay_linked);
             Ok(Said {
                 passed: report.passed,
                 refusals: bounds::refusals(report.refusals),

@@ -4,7 +4,11 @@
 //! name until the VM is here ([`super::images`]), they are no disk. The description lies beside them, and the image says that it is a part, as soon as all below
 //! the top is durable: so whoever serves the disk after this process finds it as whoever has moved it does.
 //!
-//! Owns what is open until the disk has it. Refuses: what contradicts itself, another disk than was announced, and names that are taken.
+//! A linked disk lies over the same image here as at its source: that does not come along, and is looked at before anything is made, and again before anything
+//! is laid over it.
+//!
+//! Owns what is open until the disk has it. Refuses: what contradicts itself, another disk than was announced, names that are taken, and a linked disk whose
+//! image is not here or is another one.
 
 use super::Disks;
 use super::described::not_done;
@@ -12,7 +16,7 @@ use super::images::arriving_path;
 use super::layers::{Place, random_number};
 use super::parts::Parts;
 use super::served::Served;
-use super::{BLOCK, REST_WAIT, told};
+use super::{BLOCK, LOCK_WAIT, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::Delta;
@@ -108,6 +112,7 @@ impl Served {
         let all = self.all();
         let here = all.place(spec);
         here.must_take_snapshots()?;
+        here.must_have_parent(&images)?;
         if at.symlink_metadata().is_ok() {
             return Err(format!(
                 "{} describes snapshots of another image: move that file away if nobody needs it",
@@ -292,6 +297,16 @@ impl Served {
 }
 
 impl Place<'_> {
+    /// Refuses where the image to which a disk is linked is not on this host, or is another one.
+    fn must_have_parent(&self, images: &Images) -> Result<(), String> {
+        let Some(common) = images.common() else {
+            return Ok(());
+        };
+        let reader = lock_name(self.config, self.spec);
+        let opened = self.open_common(common, images.bytes, (&reader, LOCK_WAIT));
+        opened.map(drop)
+    }
+
     /// Writes down what a disk consists of whose own image comes, and has that say that it is a part, durably.
     fn describe_coming(&self, own: BorrowedFd<'_>, images: &Images) -> Result<(), String> {
         self.bear_bound(own, images)?;

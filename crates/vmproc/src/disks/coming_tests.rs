@@ -9,10 +9,12 @@ use godwit_blockio::stride_of;
 use godwit_delta::{Id, Parent};
 use godwit_guestmem::RamFile;
 use godwit_qemu::user::User;
-use godwit_snapshots::Fresh;
+use godwit_snapshots::{Common, Fresh};
 use godwit_types::Generation;
 use godwit_types::migration::DiskToMove;
+use godwit_types::snapshots::PARENT_MARK;
 use godwit_types::vm::VmSpec;
+use rustix::fs::{XattrFlags, fsetxattr};
 use rustix::process::{getegid, geteuid};
 use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
@@ -37,6 +39,7 @@ fn begun(site: &Site, directory: &Path, layered: bool) -> Disks {
         bytes: BYTES,
         used_bytes: 0,
         layered,
+        linked: None,
     };
     let coming = MigrationSpec {
         disks: vec![disk],
@@ -183,6 +186,76 @@ fn what_was_not_announced_or_is_said_otherwise_later_is_refused() {
     let refused = disks.take_layers(0, Some(&other)).unwrap_err();
     assert!(refused.contains("something else now"), "{refused}");
     disks.end();
+}
+
+/// What a disk consists of that is linked to this image.
+fn said_linked(base: &Path) -> String {
+    let fresh = |number: u32| Fresh {
+        name: format!("root.raw.d{number}"),
+        id: format!("{number:032x}"),
+        elsewhere: None,
+    };
+    let common = Common {
+        path: base.to_str().unwrap(),
+        id: &"9".repeat(32),
+    };
+    let images = Images::linked(common, BYTES, &"5".repeat(32), &fresh(1)).unwrap();
+    let images = images.freeze(&fresh(2)).unwrap();
+    serde_json::to_string(&images).unwrap()
+}
+
+#[test]
+fn a_linked_disk_comes_over_the_very_image_that_it_was_linked_to_and_over_no_other() {
+    let site = Site::new();
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let base = directory.path().join("base.raw");
+    let said = said_linked(&base);
+    let refused = |told: &str| {
+        let why = disks.take_layers(0, Some(&said)).unwrap_err();
+        assert!(why.contains(told), "{why}");
+        let made = ["base.raw", "root.raw.arriving-m"].map(str::to_owned);
+        let found = files(directory.path());
+        assert!(found.iter().all(|name| made.contains(name)), "{found:?}");
+    };
+    refused("which is not opened");
+    let image = File::create(&base).unwrap();
+    image.set_len(BYTES).unwrap();
+    refused("what is there now is another one");
+    let mark = |number: &str| {
+        let number = number.repeat(32);
+        fsetxattr(&image, PARENT_MARK, number.as_bytes(), XattrFlags::empty()).unwrap();
+    };
+    mark("8");
+    refused("what is there now is another one");
+    mark("9");
+    image.set_len(2 * BYTES).unwrap();
+    refused("had 4194304 when it was linked");
+    image.set_len(BYTES).unwrap();
+    image.write_all_at(&[6; 4096], 4096).unwrap();
+    disks.take_layers(0, Some(&said)).unwrap();
+    let filling = disks.filling();
+    let below = filling[usize::from(BELOW)].get().unwrap();
+    for (number, content) in (1..).zip(frozen().chunks(1 << 20)) {
+        let at = stride_of(BYTES) + ((number - 1) << 20);
+        let range = at..at + content.len() as u64;
+        below.apply(number, 1, &range, Some(content)).unwrap();
+    }
+    disks.take_layers(0, None).unwrap();
+    // The rest of a piece that is written in part is the image's to which it is linked.
+    let top = filling[0].get().unwrap();
+    top.apply(9, 1, &(4096 + 512..4096 + 1024), Some(&[8; 512]))
+        .unwrap();
+    top.sync().unwrap();
+    disks.are_whole(Generation(2)).unwrap();
+    let extent = File::open(directory.path().join("root.raw.d2-sesparse.vmdk")).unwrap();
+    let mut grain = [0; 4096];
+    let at = Layout::of(BYTES).unwrap().data_at() + 4096;
+    extent.read_exact_at(&mut grain, at).unwrap();
+    assert_eq!((grain[0], grain[512], grain[1024]), (6, 8, 6));
+    disks.end();
+    drop(put_aside(&site.paths, Source::HasDisks, None));
+    assert_eq!(files(directory.path()), ["base.raw"]);
 }
 
 #[test]

@@ -1,4 +1,7 @@
-//! Disks with snapshots that go to another host with their VM: their tops are frozen, and what lies below is sent by a thread of its own.
+//! Disks with snapshots, and linked ones, that go to another host with their VM: their tops are frozen, and what lies below is sent by a thread of its own.
+//!
+//! The image to which a disk is linked never goes along: where the destination has it, too, the disk stays linked; else all that its guest reads is
+//! copied into one image, and nothing is frozen. Which of the two the migration says, and the destination looks for itself.
 //!
 //! What is sent is written by nobody any more, as long as nothing is given up of deleted snapshots: that is held off until the migration is over. The
 //! tops are mirrored afterwards, as a disk without snapshots is ([`super::moving`]).
@@ -6,15 +9,16 @@
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
 use super::layers::Place;
-use super::linked::stays_over;
-use super::moving::open_disk_image;
+use super::linked::{not_told_of, stays_with_snapshots};
+use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::parts::Parts;
 use super::served::Served;
 use super::tidying::Paused;
+use super::tree::begin_copying_top;
 use super::{BLOCK, Disks, SourceDisks};
 use crate::adoption::lock;
 use godwit_blockio::delta::Words;
-use godwit_blockio::filters::{Course, Pace, Still};
+use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly};
 use godwit_blockio::{Access, Image, stride_of};
 use godwit_delta::States;
 use godwit_migrate::protocol::LAYERS_LEN_MAX;
@@ -25,7 +29,7 @@ use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, MigrationId};
 use godwit_wire::BELOW;
 use std::collections::BTreeMap;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -72,6 +76,73 @@ struct Progress {
     unread: Mutex<Option<String>>,
 }
 
+/// What is copied of a disk that leaves, once what lies below is sent.
+#[derive(Debug)]
+pub(super) enum Taken {
+    /// Its image, which is all of it.
+    Image,
+    /// All that its guest reads, of a linked one that becomes one image.
+    AllOfIt,
+    /// Its top.
+    Top(States<Words>),
+}
+
+impl Taken {
+    /// Takes of what is copied what is to go there.
+    pub(super) fn outlet(&self, outlet: Box<dyn Outlet>) -> Box<dyn Outlet> {
+        match self {
+            Self::Image | Self::AllOfIt => outlet,
+            Self::Top(top) => Box::new(TopOnly::new(outlet, top.clone())),
+        }
+    }
+
+    /// Lets the copying begin. Returns the bytes that are to be copied.
+    pub(super) fn begin(
+        &self,
+        (spec, image): (&DiskSpec, (u64, u64)),
+        bytes: u64,
+        course: &Course,
+    ) -> u64 {
+        match self {
+            Self::Image => begin_copying((spec, image), bytes, course),
+            // Its own image is a hole, which says nothing of what its guest reads.
+            Self::AllOfIt => begin_copying_all(bytes, course),
+            Self::Top(top) => begin_copying_top(top, bytes, course),
+        }
+    }
+}
+
+/// How a disk leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Image,
+    AllOfIt,
+    /// With all of its own images.
+    Layers,
+}
+
+/// How a disk leaves that consists of this, or is one image, by what its migration says of it. Why it does not is the end of a sentence.
+fn way_of(found: Option<&Images>, named: &DiskToMove) -> Result<Way, String> {
+    let Some(common) = found.and_then(Images::common) else {
+        return match (found.is_some(), named.layered) {
+            (false, false) => Ok(Way::Image),
+            (true, false) => Err("it has snapshots, of which its migration was not told: one was taken meanwhile, or the controller is of an earlier version; begin the migration again, or install a newer controller".to_owned()),
+            // Its snapshots may have been merged since: what comes there is a disk with an image over its own.
+            (_, true) => Ok(Way::Layers),
+        };
+    };
+    let told = named.linked.as_ref();
+    let told = told.map(|linked| (&*linked.path, &*linked.id));
+    if told != Some((common.path, common.id)) {
+        return Err(not_told_of(common.path));
+    }
+    match (named.layered, found.is_some_and(Images::may_become_one)) {
+        (true, _) => Ok(Way::Layers),
+        (false, true) => Ok(Way::AllOfIt),
+        (false, false) => Err(stays_with_snapshots(common.path)),
+    }
+}
+
 /// Disks with snapshots that are about to leave.
 #[derive(Debug, Default)]
 pub(super) struct Leaving {
@@ -83,15 +154,16 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// Freezes the top of a disk that has snapshots, and notes what lies below. Returns the states of its top; nothing of a disk that is one image.
+    /// Freezes the top of a disk that goes with several images, and notes what lies below. Returns what else is to be copied of it.
     pub(super) fn take(
         &mut self,
         served: &Arc<Served>,
         (place, spec): (u8, &DiskSpec),
         (image, named): ((u64, u64), &DiskToMove),
-    ) -> Result<Option<States<Words>>, ApiError> {
-        if !named.layered && !lock(&served.layered).contains(&spec.name) {
-            return Ok(None);
+    ) -> Result<Taken, ApiError> {
+        let is_said_to_be = named.layered || named.linked.is_some();
+        if !is_said_to_be && !lock(&served.layered).contains(&spec.name) {
+            return Ok(Taken::Image);
         }
         let refused = |why: String| {
             let error = served.refused(spec, &why);
@@ -106,31 +178,37 @@ impl Leaving {
         let all = served.all();
         let here = all.place(spec);
         let found = here.load_of(own.as_fd()).map_err(refused)?;
-        match (found.is_some(), named.layered) {
-            (false, false) => return Ok(None),
-            (true, false) => {
-                let why = "it has snapshots, of which its migration was not told: one was taken meanwhile, or the controller is of an earlier version; begin the migration again, or install a newer controller";
-                return Err(refused(why.to_owned()));
-            }
-            // Its snapshots may have been merged since: what comes there is a disk with an image over its own.
-            (_, true) => {}
-        }
-        if let Some(common) = found.as_ref().and_then(Images::common) {
-            return Err(refused(stays_over(common.path)));
-        }
-        let has_room = found
-            .as_ref()
-            .map_or(Ok(()), Images::must_have_room_to_move);
+        let way = way_of(found.as_ref(), named).map_err(refused)?;
+        let has_room = match &found {
+            Some(images) if way == Way::Layers => images.must_have_room_to_move(),
+            _ => Ok(()),
+        };
         has_room.map_err(refused)?;
+        if way == Way::Image {
+            return Ok(Taken::Image);
+        }
         if self.paused.is_none() {
             self.paused = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }
         let removed = served.remove_what_left(&here, own.as_fd());
         removed.map_err(refused)?;
+        if way == Way::AllOfIt {
+            return self.note_all_of_it(&here, own.as_fd()).map_err(refused);
+        }
         let (images, top) = served.freeze_alone(spec)?;
         let taken = self.note((&here, place), image, &images);
         taken.map_err(refused)?;
-        Ok(Some(top))
+        Ok(Taken::Top(top))
+    }
+
+    /// Nothing but a copy of all that its guest reads goes there. What it consists of here goes once it has left, but for what it is linked to.
+    fn note_all_of_it(&mut self, here: &Place<'_>, own: BorrowedFd<'_>) -> Result<Taken, String> {
+        // Nothing is merged or taken from here on.
+        let images = here.load_of(own)?;
+        let images = images.ok_or("what it consists of is described no more")?;
+        let name = here.spec.name.clone();
+        self.parts.insert(name, here.parts_of(&images)?);
+        Ok(Taken::AllOfIt)
     }
 
     fn note(
@@ -184,6 +262,8 @@ impl Leaving {
         let bytes = self.files.iter().map(|file| file.bytes).sum();
         let progress = Progress {
             left: AtomicU64::new(bytes),
+            // Of disks that become one image nothing lies below.
+            is_done: AtomicBool::new(self.files.is_empty()),
             ..Progress::default()
         };
         Some(Below {
@@ -341,5 +421,93 @@ impl SourceDisks {
     /// Those of it that are still to be sent.
     pub(crate) fn below_left_bytes(&self) -> u64 {
         self.below.as_ref().map_or(0, Below::left_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_snapshots::{Common, Fresh, Snapshot};
+    use godwit_types::SnapshotName;
+    use godwit_types::migration::LinkedTo;
+
+    fn fresh(number: u32) -> Fresh {
+        Fresh {
+            name: format!("root.raw.d{number}"),
+            id: format!("{number:032x}"),
+            elsewhere: None,
+        }
+    }
+
+    fn with_snapshot(images: &Images) -> Images {
+        let snapshot = Snapshot {
+            name: SnapshotName::new("clean").unwrap(),
+            after: None,
+            image: String::new(),
+            made_unix_s: 0,
+            begun: false,
+            quiesced: false,
+            text: String::new(),
+            disks: vec!["root".to_owned()],
+        };
+        images.take(snapshot, &fresh(2)).unwrap()
+    }
+
+    fn linked() -> Images {
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        Images::linked(common, 1 << 20, &"5".repeat(32), &fresh(1)).unwrap()
+    }
+
+    fn named(layered: bool, id: Option<&str>) -> DiskToMove {
+        DiskToMove {
+            name: "root".to_owned(),
+            bytes: 1 << 20,
+            used_bytes: 0,
+            layered,
+            linked: id.map(|id| LinkedTo {
+                path: "/srv/base.raw".to_owned(),
+                id: id.repeat(32),
+                used_bytes: 0,
+                has_snapshots: false,
+            }),
+        }
+    }
+
+    #[test]
+    fn a_linked_disk_leaves_as_its_migration_says_and_with_snapshots_only_where_it_stays_linked() {
+        let (images, told, untold) = (linked(), Some("9"), None);
+        let way = |images: &Images, named: &DiskToMove| way_of(Some(images), named);
+        assert_eq!(way(&images, &named(true, told)), Ok(Way::Layers));
+        assert_eq!(way(&images, &named(false, told)), Ok(Way::AllOfIt));
+        let merging = images.freeze(&fresh(2)).unwrap();
+        assert_eq!(way(&merging, &named(false, told)), Ok(Way::AllOfIt));
+        let kept = with_snapshot(&images);
+        assert_eq!(way(&kept, &named(true, told)), Ok(Way::Layers));
+        let why = way(&kept, &named(false, told)).unwrap_err();
+        assert!(why.contains("delete the disk's snapshots"), "{why}");
+        // A controller of before says that it has snapshots, and another image may have been put in its place.
+        for named in [
+            named(true, untold),
+            named(false, untold),
+            named(true, Some("8")),
+        ] {
+            let why = way(&images, &named).unwrap_err();
+            assert!(why.contains("was not told"), "{why}");
+        }
+    }
+
+    #[test]
+    fn other_disks_leave_as_before() {
+        let one = Images::of_one("root.raw", 1 << 20, &"5".repeat(32));
+        let kept = with_snapshot(&one);
+        assert_eq!(way_of(None, &named(false, None)), Ok(Way::Image));
+        assert_eq!(way_of(None, &named(true, None)), Ok(Way::Layers));
+        assert_eq!(way_of(Some(&kept), &named(true, None)), Ok(Way::Layers));
+        assert!(way_of(Some(&kept), &named(false, None)).is_err());
+        // It became one image on its host before it left.
+        assert_eq!(way_of(None, &named(false, Some("9"))), Ok(Way::Image));
     }
 }

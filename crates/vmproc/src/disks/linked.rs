@@ -29,10 +29,25 @@ use std::path::Path;
 /// What the log is told once of: it may be tried for days.
 const ABOVE: &str = "above";
 
-/// Why a linked disk that begins as this image stays where it is: it does not go to another host, and with snapshots to no other place either.
+/// Why a linked disk that begins as this image stays where it is: on shared storage it does not change hands, and with snapshots it goes to no other place
+/// of its host.
 pub(super) fn stays_over(common: &str) -> String {
     format!(
         "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+    )
+}
+
+/// Why a disk with snapshots that is linked to this image does not go to a host that lacks it.
+pub(super) fn stays_with_snapshots(common: &str) -> String {
+    format!(
+        "it is linked to the image {common}, which the destination does not have as the disk knows it, and has snapshots, with which it does not become one image there: copy that image with its attributes to the same path in a datastore of that host ('rsync -X', 'cp -a'), or delete the disk's snapshots first"
+    )
+}
+
+/// Why a disk that is linked to this image does not go with a migration that says nothing of that.
+pub(super) fn not_told_of(common: &str) -> String {
+    format!(
+        "it is linked to the image {common}, of which its migration was not told: the controller or this host's agent is of an earlier version, or the disk changed just now; begin the migration again, or install a newer one"
     )
 }
 

@@ -6,20 +6,17 @@
 
 use super::holes::holes;
 use super::images::{give_names, keep_names};
-use super::leaving::{Below, Leaving};
+use super::leaving::{Below, Leaving, Taken};
 use super::parts::Parts;
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
 use super::together::LastOfAll;
 use super::tracked::filter_for;
-use super::tree::begin_copying_top;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::delta::Words;
-use godwit_blockio::filters::{Bottleneck, Course, Pace, TopOnly, WaitTimes};
+use godwit_blockio::filters::{Bottleneck, Course, Pace, WaitTimes};
 use godwit_blockio::{Arriving, Filter, NO_NEARER};
-use godwit_delta::States;
 use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_tracking::{Decision, last_copy_limit_s};
@@ -54,8 +51,7 @@ struct Along {
     image: (u64, u64),
     bytes: u64,
     course: Course,
-    /// The states of its top, if it has snapshots.
-    top: Option<States<Words>>,
+    taken: Taken,
     /// How often storage had failed its guest when this began.
     faults: u64,
 }
@@ -124,11 +120,9 @@ impl Disks {
         for (index, (disk, image)) in along {
             let named = named(spec, disk)?;
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
-            let mut outlet = source.changes.of_disk(place, &course).map_err(internal)?;
-            let top = leaving.take(&self.0, (place, disk), (image, named))?;
-            if let Some(top) = &top {
-                outlet = Box::new(TopOnly::new(outlet, top.clone()));
-            }
+            let outlet = source.changes.of_disk(place, &course).map_err(internal)?;
+            let taken = leaving.take(&self.0, (place, disk), (image, named))?;
+            let outlet = taken.outlet(outlet);
             let filter = filter_for((spec.method, &spec.without), named.bytes, outlet, &course);
             let served = self.0.disk(index).ok();
             put((served.as_deref(), named.bytes), disk, filter)?;
@@ -138,7 +132,7 @@ impl Disks {
                 image,
                 bytes: named.bytes,
                 course,
-                top,
+                taken,
                 faults: self.0.faults(index),
             });
         }
@@ -344,9 +338,9 @@ impl Served {
 impl SourceDisks {
     /// Lets the copying begin. Returns the bytes that are to be copied.
     pub(crate) fn begin(&self) -> u64 {
-        let begin = |disk: &Along| match &disk.top {
-            None => begin_copying((&disk.spec, disk.image), disk.bytes, &disk.course),
-            Some(top) => begin_copying_top(top, disk.bytes, &disk.course),
+        let begin = |disk: &Along| {
+            let of = (&disk.spec, disk.image);
+            disk.taken.begin(of, disk.bytes, &disk.course)
         };
         self.disks.iter().map(begin).sum()
     }

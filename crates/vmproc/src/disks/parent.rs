@@ -51,7 +51,7 @@ impl Place<'_> {
     }
 
     /// The very image to which the disk was linked: whoever puts another one in its place changes what the guest has not written.
-    fn open_common(
+    pub(super) fn open_common(
         &self,
         common: Common<'_>,
         bytes: u64,

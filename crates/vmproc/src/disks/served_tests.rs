@@ -25,6 +25,7 @@ fn a_disk_that_is_larger_than_any_may_be_is_not_made_for_the_vm_that_comes() {
     for bytes in [(DISK_GIB_MAX << 30) + 1, u64::MAX] {
         let disk = DiskToMove {
             layered: false,
+            linked: None,
             name: "root".into(),
             bytes,
             used_bytes: 0,

@@ -490,7 +490,8 @@ impl Place<'_> {
             let delta = opened.remove(name);
             delta.ok_or_else(|| format!("the image {name} is not described"))
         });
-        over.collect()
+        let over = over.collect::<Result<Vec<Delta>, String>>()?;
+        self.over_its_parent(images, over, LOCK_WAIT)
     }
 
     /// Removes what outlives a process of a top that is none any more.
