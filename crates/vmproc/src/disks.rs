@@ -95,9 +95,9 @@ use std::time::{Duration, Instant};
 const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// How long those may take, all disks together, that are under way when another program is to go on with them.
 pub(crate) const HAND_OVER_WAIT: Duration = Duration::from_millis(500);
-/// How long a disk may take until nothing of it is under way, and how long a second image may take to be durable meanwhile.
+/// How long a disk may take until nothing of it is under way, and how long what its guest was told, or a second image, may take to be durable meanwhile.
 const STAND_WAIT: Duration = Duration::from_millis(500);
-/// How long requests may take that are under way when a guest is to be stopped.
+/// How long requests may take that are under way when a guest is to be stopped, and how long what it was told may take to be durable before it is held.
 const REST_WAIT: Duration = Duration::from_secs(3);
 /// How long QEMU has to connect again; it tries each second.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);

@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use godwit_delta::{Descriptor, GRAIN, Id, LABEL_AT, Label, Layout, Refused, States, Use, header};
+use rustix::io::Errno;
 
 pub(crate) use filling::Filling;
 use found::Found;
@@ -35,7 +36,7 @@ pub use map::{Words, forget as forget_map};
 pub use merge::{Merged, Target, merge};
 use tables::Unfinished;
 
-use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
+use crate::{Access, Buffer, Engine, Error, Image, Outcome, Request, Stack, filters, image_lock};
 
 /// How a disk opens its deltas.
 #[derive(Debug, Clone, Copy)]
@@ -358,33 +359,26 @@ impl Stack<Engine> {
         }
     }
 
-    /// Makes durable all that was answered, and what says where it is. Only while nothing is under way; else there is no answer.
-    pub fn settle(&mut self) -> Option<Result<(), Unsettled>> {
-        if !self.is_idle() {
-            return None;
-        }
-        let synced = match self.bottom.layers()?.0.last() {
-            Some(top) => {
-                let settled = tables::settle(&top.image, &top.layout, &top.states);
-                return Some(settled.map_err(|unfinished| Unsettled {
-                    lost: unfinished.lost,
-                    error: top.failed("make durable", unfinished.source),
-                }));
-            }
-            None => {
-                let image = self.bottom.image()?;
-                rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()))
-            }
+    /// Why a flush that came out at the top did not make durable what was answered before it, and what says where that is; nothing where it did.
+    pub fn unsettled(&self, flush: &Request, outcome: Outcome) -> Option<Unsettled> {
+        let errno = match outcome {
+            Outcome::Done => return None,
+            Outcome::Failed(errno) => errno,
+            Outcome::Unsupported => Errno::OPNOTSUPP,
         };
-        let path = self.bottom.image()?.path().to_owned();
-        Some(synced.map_err(|errno| Unsettled {
-            lost: true,
+        let (written, is_lost) = self.bottom.written();
+        let source = match is_lost {
+            true => io::Error::other(tables::LOST),
+            false => errno.into(),
+        };
+        Some(Unsettled {
+            lost: !flush.lost_nothing,
             error: Error::Image {
                 action: "make durable",
-                path,
-                source: errno.into(),
+                path: written.path().to_owned(),
+                source,
             },
-        }))
+        })
     }
 
     /// Has all that is not durable outlive this process, also where somebody has removed a map meanwhile. Only while nothing is under way.

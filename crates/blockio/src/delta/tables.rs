@@ -103,7 +103,7 @@ impl From<io::Error> for Unfinished {
 }
 
 /// Why nothing is made durable after a sync that failed.
-const LOST: &str = "its storage failed to keep what was written to it before, so that it may be lost: stop its VM and start it again, which begins with what is certainly kept, as after a power cut";
+pub(super) const LOST: &str = "its storage failed to keep what was written to it before, so that it may be lost: stop its VM and start it again, which begins with what is certainly kept, as after a power cut";
 
 /// A last round: what is marked is durable after it, and nothing is marked. None after a sync that failed: the kernel tells of what it lost once.
 pub(super) fn settle(

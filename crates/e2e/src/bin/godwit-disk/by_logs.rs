@@ -204,7 +204,7 @@ impl<'a> Course<'a> {
         let file = File::options().read(true).write(true).open(&log.extent)?;
         let top = Delta::top_of((file, &log.extent), log.id, opening(), outliving)?;
         let standing = self.disk.stand_still(STAND_WAIT)?;
-        standing.settle()?;
+        standing.settle(STAND_WAIT)?;
         standing.change_layers(move |mut had| {
             let frozen = had.last_mut().map_or(Ok(()), Delta::freeze);
             frozen.map_err(|error| error.to_string())?;
@@ -289,7 +289,7 @@ impl<'a> Course<'a> {
             say(&json!({"event": "switching"}));
             let standing = disk.stand_still(STAND_WAIT)?;
             self.redo.done();
-            standing.settle()?;
+            standing.settle(STAND_WAIT)?;
             let until = began + Duration::from_secs_f64(self.redo.limit_s());
             let last = self.logs.len().checked_sub(1).context("no log")?;
             if self.merge(last, Some(until))?.is_some() {
