@@ -44,6 +44,7 @@ mod resize;
 mod room;
 mod second;
 mod served;
+mod setting_out;
 mod snapshots;
 mod standing;
 mod switching;
