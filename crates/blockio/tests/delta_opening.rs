@@ -57,6 +57,53 @@ fn what_was_answered_is_there_after_a_kill_and_what_no_map_tells_of_is_not_guess
 }
 
 #[test]
+fn a_map_of_an_earlier_process_is_not_taken_for_the_one_of_a_later_one() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    let map = chain.names[0].with_extension("states");
+    let first = fs::read(&map).unwrap();
+    // As after a kill, and with a new run directory: what was flushed counts for a new guest.
+    let done = run(&mut stack, vec![request(Work::Flush, Data::None)]);
+    assert_eq!(done[0].1, Outcome::Done);
+    drop(stack);
+    fs::remove_file(&map).unwrap();
+    drop(chain.open_top(BOOT, true).unwrap());
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 2);
+    drop(stack);
+    let second = fs::read(&map).unwrap();
+    fs::write(&map, &first).unwrap();
+    let refused = chain.open_top(BOOT, false).unwrap_err().to_string();
+    assert!(refused.contains("of an earlier process"), "{refused}");
+    fs::write(&map, &second).unwrap();
+    chain.must_be_plain(&mut chain.stack());
+}
+
+#[test]
+fn a_map_of_a_build_that_knows_of_no_numbers_counts_and_gets_one() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    drop(stack);
+    let map = chain.names[0].with_extension("states");
+    let number = || fs::read(&map).unwrap()[48..56].to_vec();
+    let mut older = fs::read(&map).unwrap();
+    older[48..56].fill(0);
+    fs::write(&map, &older).unwrap();
+    chain.must_be_plain(&mut chain.stack());
+    assert_ne!(number(), [0; 8]);
+    // What such a build left of the delta says none either.
+    let extent = chain.at("d0-sesparse.vmdk");
+    let mut content = fs::read(&extent).unwrap();
+    content[4608..5120].fill(0);
+    fs::write(&extent, &content).unwrap();
+    chain.must_be_plain(&mut chain.stack());
+}
+
+#[test]
 fn a_map_that_somebody_removed_is_there_again_before_another_program_looks_for_it() {
     let mut chain = Chain::new(BYTES);
     chain.add();

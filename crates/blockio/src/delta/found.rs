@@ -20,6 +20,8 @@ pub(super) struct Found {
     image: Image,
     layout: Layout,
     pub label: Label,
+    /// The number of the map of its states, if it says one.
+    map: u64,
 }
 
 impl Found {
@@ -48,6 +50,7 @@ impl Found {
             image,
             layout,
             label,
+            map: header::decode_map(said_map(head.bytes())),
         };
         if found.image.bytes() < found.layout.file_bytes() {
             return Err(found.unusable("it is cut short"));
@@ -101,9 +104,10 @@ impl Found {
         };
         let found = match self.label.in_use {
             Use::Open { boot } if boot == outliving.boot => {
-                let found = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
+                let found = Words::find(outliving.map, &self.layout, whose, self.map);
+                let found = found.map_err(of_map)?;
                 if found.is_none() && !outliving.no_guest_lives {
-                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
+                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone, or one of an earlier process is in its place: end what still runs on it first";
                     return Err(self.unusable(why));
                 }
                 found
@@ -115,7 +119,7 @@ impl Found {
         let states = match found.filter(|_| !goes_back) {
             Some(kept) => self.over(kept)?,
             None => {
-                let made = Words::create(outliving.map, &self.layout, whose).map_err(of_map)?;
+                let made = Words::create(outliving.map, &self.layout, whose, 0).map_err(of_map)?;
                 let states = self.over(made)?;
                 self.load(&states)?;
                 if goes_back {
@@ -156,6 +160,11 @@ impl Found {
     pub fn unusable(&self, why: &str) -> Error {
         unusable(self.image.path(), why)
     }
+}
+
+fn said_map(head: &[u8]) -> &[u8] {
+    let said = head.get(header::MAP_AT..header::MAP_AT + header::LABEL);
+    said.unwrap_or_default()
 }
 
 /// Whether nothing is written any more to the delta that has this extent, which must be this one.

@@ -152,8 +152,16 @@ impl Delta {
 
     /// From here on the tables do not say all.
     fn begin(mut self, boot: Id) -> Result<Self, Error> {
-        match self.say(Use::Open { boot }) {
-            Ok(()) => Ok(self),
+        // A map of a build that knows of no numbers gets one, after the delta has it: until then it counts by what else it says.
+        let map = match self.states.words().number() {
+            0 => map::new_number(),
+            number => number,
+        };
+        match self.say(Use::Open { boot }, Some(map)) {
+            Ok(()) => {
+                self.states.words().set_number(map);
+                Ok(self)
+            }
             Err(unfinished) => {
                 // It may have told of what a process wrote that was killed.
                 if unfinished.lost {
@@ -166,7 +174,9 @@ impl Delta {
 
     /// Puts the states into a new map there.
     fn make_map(&mut self, map: &Path, boot: Id) -> Result<(), Error> {
-        let made = Words::create(map, &self.layout, (self.label.id, boot)).and_then(|made| {
+        // Whoever looks for the one that is gone finds this one.
+        let (whose, number) = ((self.label.id, boot), self.states.words().number());
+        let made = Words::create(map, &self.layout, whose, number).and_then(|made| {
             made.copy(self.states.words());
             made.put_in_place(map)?;
             Ok(made)
@@ -275,12 +285,12 @@ impl Delta {
     }
 
     fn must_say(&mut self, in_use: Use) -> Result<(), Error> {
-        let said = self.say(in_use);
+        let said = self.say(in_use, None);
         said.map_err(|unfinished| self.failed("label", unfinished.source))
     }
 
-    /// Writes the label, and makes it durable with all that was written before.
-    fn say(&mut self, in_use: Use) -> Result<(), Unfinished> {
+    /// Writes the label, and which map counts if that is another one now, and makes it durable with all that was written before.
+    fn say(&mut self, in_use: Use, map: Option<u64>) -> Result<(), Unfinished> {
         let label = Label {
             in_use,
             ..self.label
@@ -290,6 +300,11 @@ impl Delta {
         file.read_exact_at(block.bytes_mut(), LABEL_AT)?;
         if let Some(sector) = block.bytes_mut().get_mut(..header::LABEL) {
             sector.copy_from_slice(&label.encode());
+        }
+        let at = header::MAP_AT - LABEL_AT as usize;
+        if let (Some(sector), Some(map)) = (block.bytes_mut().get_mut(at..at + header::LABEL), map)
+        {
+            sector.copy_from_slice(&header::encode_map(map));
         }
         file.write_all_at(block.bytes(), LABEL_AT)?;
         let synced = tables::sync(&self.image);
