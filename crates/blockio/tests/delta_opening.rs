@@ -5,9 +5,9 @@ mod common;
 use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::open_parent;
 use common::{request, run};
-use godwit_blockio::delta::{NewDelta, create};
+use godwit_blockio::delta::{NewDelta, create, is_frozen};
 use godwit_blockio::{Access, Data, Engine, Error, Image, Outcome, Stack, Work};
-use godwit_delta::Id;
+use godwit_delta::{Id, header};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -169,6 +169,23 @@ fn what_anybody_else_wrote_is_refused() {
         fs::write(&extent, &wrong).unwrap();
         let opened = open_parent(&chain.names[0], opening("this"));
         assert_eq!(opened.is_ok(), is_right, "byte {at}");
+    }
+    // What it says of its length is compared before anything is made room for by it.
+    let file = fs::File::open(&extent).unwrap();
+    let of_another = (Id([0; 16]), BYTES + 4096);
+    let refused = is_frozen((file, &extent), of_another, 512).unwrap_err();
+    assert!(refused.to_string().contains("another delta"), "{refused}");
+    let id = header::decode(&good).unwrap().1.id;
+    for (bytes, fits) in [(BYTES, true), (BYTES + 4096, false)] {
+        // Its directory is damaged: nobody gets as far as that.
+        let mut wrong = good.clone();
+        wrong[2 << 20] ^= u8::from(!fits);
+        fs::write(&extent, &wrong).unwrap();
+        let file = fs::File::open(&extent).unwrap();
+        let looked = is_frozen((file, &extent), (id, bytes), 512);
+        let why = looked.map_err(|error| error.to_string()).err();
+        let is_of_length = why.as_ref().map(|why| why.contains("another length"));
+        assert_eq!(is_of_length, (!fits).then_some(true), "{why:?}");
     }
     fs::write(&extent, &good[..good.len() - 4096]).unwrap();
     let cut = open_parent(&chain.names[0], opening("this")).unwrap_err();

@@ -30,7 +30,7 @@ use rustix::io::Errno;
 
 pub(crate) use filling::Filling;
 use found::Found;
-pub use found::{is_empty, is_frozen};
+pub use found::{Wanted, is_empty, is_frozen};
 pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::{Words, forget as forget_map};
 pub use merge::{Merged, Target, merge};
@@ -88,11 +88,11 @@ impl Delta {
     /// A parent whose extent is open, which must be this delta; nothing where it was not closed, and is to be opened as a top and frozen first.
     pub fn parent_of(
         (file, path): (File, &Path),
-        id: Id,
+        wanted: impl Into<Wanted>,
         opening: Opening<'_>,
     ) -> Result<Option<Self>, Error> {
-        let found = Found::locked((file, path), Access::ReadOnly, opening)?;
-        found.must_be(id)?;
+        let wanted = (wanted.into(), opening);
+        let found = Found::locked((file, path), Access::ReadOnly, wanted)?;
         if let Use::Open { .. } = found.label.in_use {
             return Ok(None);
         }
@@ -104,12 +104,12 @@ impl Delta {
     /// what was written down.
     pub fn top_of(
         (file, path): (File, &Path),
-        id: Id,
+        wanted: impl Into<Wanted>,
         opening: Opening<'_>,
         outliving: Outliving<'_>,
     ) -> Result<Self, Error> {
-        let found = Found::locked((file, path), Access::ReadWrite, opening)?;
-        found.must_be(id)?;
+        let wanted = (wanted.into(), opening);
+        let found = Found::locked((file, path), Access::ReadWrite, wanted)?;
         if found.label.in_use == Use::Frozen {
             return Err(found.unusable("it is frozen, and another image was written to since: what names it as the one to be written is an older copy; put back what belongs together"));
         }
@@ -118,10 +118,13 @@ impl Delta {
 
     /// One whose extent is open, which must be this delta, as its tables have it, and without a lock: for whoever has that of all that lies below
     /// and above it, and moves content between them.
-    pub fn unlocked((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<Self, Error> {
+    pub fn unlocked(
+        (file, path): (File, &Path),
+        wanted: impl Into<Wanted>,
+        block_bytes: u32,
+    ) -> Result<Self, Error> {
         let image = Image::of(file, path, Access::ReadWrite, block_bytes)?;
-        let found = Found::of(image)?;
-        found.must_be(id)?;
+        let found = Found::of(image, Some(wanted.into()))?;
         let states = found.own_states()?;
         Ok(found.into_delta(states, "", None))
     }
