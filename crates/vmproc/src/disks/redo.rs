@@ -27,6 +27,38 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+/// What stands in the names of logs between that of the new image and what is theirs alone.
+const MOVING: &str = ".moving-";
+
+/// A number of the file that is a disk's own image: by its path and its inode. Its logs have it in their names.
+fn whose((path, inode): (&str, u64)) -> u64 {
+    let inode = inode.to_le_bytes();
+    let bytes = path.bytes().chain([0]).chain(inode);
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+/// Refuses what lies in another directory than the disk's own image, by a path that a copy of that and of its description names, too, where it was made for
+/// another file: two disks would write to one log. Logs of earlier builds do not say for which.
+pub(super) fn must_be_made_for(images: &Images, own: (&str, u64)) -> Result<(), String> {
+    let made_for = |name: &str| {
+        let (stem, _) = name.rsplit_once(".d")?;
+        let (_, of_move) = stem.rsplit_once(MOVING)?;
+        let (_, number) = of_move.split_once('-')?;
+        u64::from_str_radix(number, 16).ok()
+    };
+    let mut elsewhere = images.elsewhere.iter();
+    let is_anothers = |name: &str| made_for(name).is_some_and(|number| number != whose(own));
+    match elsewhere.find(|(name, _)| is_anothers(name)) {
+        None => Ok(()),
+        Some((name, directory)) => Err(format!(
+            "{} is a copy, or has another path than it had: its part {name} in {directory} was made for another file, and both would write to it; use the image that was there, under its path, or make one image of all of it while no VM has it ('qemu-img convert -f vmdk -O raw {directory}/{name}.vmdk NEW.raw')",
+            own.0
+        )),
+    }
+}
+
 /// A log that is about to be made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -65,7 +97,8 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    fn of(place: &DiskPlace, moment: u128) -> Result<Self, String> {
+    /// Of a disk whose own image is this file.
+    fn of(place: &DiskPlace, own: (&str, u64), moment: u128) -> Result<Self, String> {
         let path = Path::new(&place.path);
         let directory = path.parent().and_then(Path::to_str);
         let name = path.file_name().and_then(|name| name.to_str());
@@ -74,7 +107,7 @@ impl Logs {
         };
         Ok(Self {
             directory: directory.to_owned(),
-            stem: format!("{name}.moving-{moment:x}"),
+            stem: format!("{name}{MOVING}{moment:x}-{:016x}", whose(own)),
             first: place.first_log,
             frozen: Duration::ZERO,
             spans: None,
@@ -142,13 +175,14 @@ impl Served {
         let mut logs = BTreeMap::new();
         let what = self.what();
         for place in &by_logs {
-            let mut disks = what.disks.iter();
-            let spec = disks.find(|disk| disk.name == place.disk);
-            let spec = spec.ok_or("the VM has no such disk")?;
+            let mut disks = what.with_images();
+            let known = disks.find(|(disk, _)| disk.name == place.disk);
+            let (spec, image) = known.ok_or("the VM has no such disk")?;
             // Logs alone are told from the lowest on, over an image that has all that lay below the first.
             self.must_be_copied_whole(spec, place.method)?;
             must_be_free(Path::new(&place.path))?;
-            logs.insert(place.disk.clone(), Logs::of(place, moment)?);
+            let own = (spec.path.as_str(), image.1);
+            logs.insert(place.disk.clone(), Logs::of(place, own, moment)?);
         }
         // From here on nothing of them is tidied.
         lock(&self.by_logs).extend(logs);
@@ -336,6 +370,38 @@ mod tests {
             elsewhere: elsewhere.map(str::to_owned),
         };
         images.freeze(&fresh).unwrap()
+    }
+
+    #[test]
+    fn a_copy_of_an_image_does_not_open_the_redo_logs_of_the_original() {
+        let place = DiskPlace {
+            disk: "root".to_owned(),
+            path: "/srv/fast/new.raw".to_owned(),
+            shared: false,
+            max_bandwidth_mbit_per_s: None,
+            method: Method::Snapshot,
+            without: Vec::new(),
+            first_log: FirstLog::Destination,
+        };
+        let original = ("/srv/slow/root.raw", 131);
+        let logs = Logs::of(&place, original, 77).unwrap();
+        let (directory, name) = logs.place_of(2).unwrap();
+        let one = Images::of_one(OWN, 4096, &"5".repeat(32));
+        let images = under(&one, &name, Some(&directory));
+        assert_eq!(must_be_made_for(&images, original), Ok(()));
+        // 'cp -a' keeps the mark, and what is described.
+        for copy in [
+            ("/srv/slow/copy/root.raw", 131),
+            ("/srv/slow/root.raw", 132),
+        ] {
+            let refused = must_be_made_for(&images, copy).unwrap_err();
+            assert!(refused.contains("both would write to it"), "{refused}");
+        }
+        // What an earlier build made, and what is no log, is not told apart.
+        for name in ["new.raw.moving-1.d1", "root.raw.d1"] {
+            let older = under(&one, name, Some("/srv/fast"));
+            assert_eq!(must_be_made_for(&older, original), Ok(()));
+        }
     }
 
     #[test]
