@@ -23,6 +23,7 @@ use godwit_types::vm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -39,17 +40,47 @@ fn whose((path, inode): (&str, u64)) -> u64 {
     })
 }
 
+/// What the name of a log says that lies in another directory than its disk's own image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Made {
+    /// For which file,
+    whose: u64,
+    /// and in which directory, by its inode: where that is not mounted another one has its path.
+    within: u64,
+}
+
+impl Made {
+    /// Nothing of a name that earlier builds gave, or of what is no log.
+    fn of(name: &str) -> Option<Self> {
+        let (stem, _) = name.rsplit_once(".d")?;
+        let (_, of_move) = stem.rsplit_once(MOVING)?;
+        let mut numbers = of_move.split('-').skip(1);
+        let mut next = || u64::from_str_radix(numbers.next()?, 16).ok();
+        Some(Self {
+            whose: next()?,
+            within: next()?,
+        })
+    }
+
+    fn text(self) -> String {
+        format!("-{:016x}-{:x}", self.whose, self.within)
+    }
+}
+
+/// Whether the log that has this file, which is not there, may be where its datastore is mounted: it is removed once that is. With the rights of whoever opens
+/// it.
+pub(super) fn may_be_away(extent: &Path) -> bool {
+    let name = extent.file_name().and_then(|name| name.to_str());
+    let made = name.and_then(|name| Made::of(name.strip_suffix(&extent_name(""))?));
+    let directory = || extent.parent()?.metadata().ok();
+    made.is_some_and(|made| directory().is_none_or(|found| found.ino() != made.within))
+}
+
 /// Refuses what lies in another directory than the disk's own image, by a path that a copy of that and of its description names, too, where it was made for
 /// another file: two disks would write to one log. Logs of earlier builds do not say for which.
 pub(super) fn must_be_made_for(images: &Images, own: (&str, u64)) -> Result<(), String> {
-    let made_for = |name: &str| {
-        let (stem, _) = name.rsplit_once(".d")?;
-        let (_, of_move) = stem.rsplit_once(MOVING)?;
-        let (_, number) = of_move.split_once('-')?;
-        u64::from_str_radix(number, 16).ok()
-    };
     let mut elsewhere = images.elsewhere.iter();
-    let is_anothers = |name: &str| made_for(name).is_some_and(|number| number != whose(own));
+    let is_anothers = |name: &str| Made::of(name).is_some_and(|made| made.whose != whose(own));
     match elsewhere.find(|(name, _)| is_anothers(name)) {
         None => Ok(()),
         Some((name, directory)) => Err(format!(
@@ -99,15 +130,20 @@ pub(super) struct Logs {
 impl Logs {
     /// Of a disk whose own image is this file.
     fn of(place: &DiskPlace, own: (&str, u64), moment: u128) -> Result<Self, String> {
+        let told = |error: std::io::Error| format!("the directory of {}: {error}", place.path);
         let path = Path::new(&place.path);
         let directory = path.parent().and_then(Path::to_str);
         let name = path.file_name().and_then(|name| name.to_str());
         let (Some(directory), Some(name)) = (directory, name) else {
             return Err(format!("{} names no file", place.path));
         };
+        let made = Made {
+            whose: whose(own),
+            within: Path::new(directory).metadata().map_err(told)?.ino(),
+        };
         Ok(Self {
             directory: directory.to_owned(),
-            stem: format!("{name}{MOVING}{moment:x}-{:016x}", whose(own)),
+            stem: format!("{name}{MOVING}{moment:x}{}", made.text()),
             first: place.first_log,
             frozen: Duration::ZERO,
             spans: None,
@@ -374,9 +410,10 @@ mod tests {
 
     #[test]
     fn a_copy_of_an_image_does_not_open_the_redo_logs_of_the_original() {
+        let there = tempfile::tempdir_in("/var/tmp").unwrap();
         let place = DiskPlace {
             disk: "root".to_owned(),
-            path: "/srv/fast/new.raw".to_owned(),
+            path: format!("{}/new.raw", there.path().display()),
             shared: false,
             max_bandwidth_mbit_per_s: None,
             method: Method::Snapshot,
@@ -402,6 +439,28 @@ mod tests {
             let older = under(&one, name, Some("/srv/fast"));
             assert_eq!(must_be_made_for(&older, original), Ok(()));
         }
+    }
+
+    #[test]
+    fn a_log_whose_datastore_is_not_mounted_is_not_taken_for_gone() {
+        let (there, below) = (
+            tempfile::tempdir_in("/var/tmp").unwrap(),
+            tempfile::tempdir_in("/var/tmp").unwrap(),
+        );
+        let made = Made {
+            whose: 7,
+            within: there.path().metadata().unwrap().ino(),
+        };
+        let name = format!("new.raw{MOVING}4d{}.d2", made.text());
+        assert_eq!(Made::of(&name), Some(made));
+        let at = |directory: &Path| directory.join(extent_name(&name));
+        assert!(!may_be_away(&at(there.path())), "it is gone");
+        // What lies under a mount point, and where there is none.
+        assert!(may_be_away(&at(below.path())));
+        assert!(may_be_away(&at(&below.path().join("vms"))));
+        // Names of earlier builds tell nothing.
+        let older = extent_name("new.raw.moving-4d.d2");
+        assert!(!may_be_away(&below.path().join(older)));
     }
 
     #[test]

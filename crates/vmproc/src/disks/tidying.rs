@@ -284,7 +284,12 @@ impl Served {
         };
         let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         let Some(tidying) = images.unneeded(bytes) else {
-            return Ok(Looked::Done);
+            return Ok(match images.leaving.is_empty() {
+                true => Looked::Done,
+                false => Looked::Later(
+                    "an image that is no part of it any more is not removed yet: its datastore may not be mounted; see the log of the VM process",
+                ),
+            });
         };
         match &tidying {
             Tidying::Drop { .. } => self.commit(&one, &tidying, None),
