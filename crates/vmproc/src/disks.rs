@@ -34,6 +34,7 @@ mod leaving;
 mod left;
 mod linked;
 mod making;
+mod maps;
 mod moving;
 mod note;
 mod parts;
@@ -63,6 +64,7 @@ pub(crate) use history::History;
 pub(crate) use history::past_moves;
 pub(crate) use images::{leave, settle};
 pub(crate) use left::{follow_moves, settle_moves};
+pub(crate) use maps::forget_maps;
 pub(crate) use moving::SourceDisks;
 pub(crate) use record::put_back_living;
 pub(crate) use resize::{AtRest, has_no_disk};
@@ -86,7 +88,7 @@ use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::{Disk, Handover};
 use served::{Arrival, Served};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
@@ -157,11 +159,18 @@ impl Disks {
             labelled: before.labelled,
             plain: before.plain,
         };
+        if coming.is_some() {
+            // It has no guest on this host, and what comes begins with what is durable.
+            forget_maps(&paths.run, &BTreeSet::new());
+        }
         let served = Served::new(config, paths, what, ram, held);
         let made = come.map(|migration| served.make_those_that_come(migration));
         let begun = served.begin(coming, &made.transpose()?.unwrap_or_default());
         if let (Err(_), Some(migration)) = (&begun, come) {
             came::unmake(paths, &migration.id);
+        }
+        if begun.is_ok() && coming.is_none() {
+            served.forget_stray_maps();
         }
         begun.map(|()| Self(Arc::new(served)))
     }

@@ -26,7 +26,7 @@ use godwit_snapshots::{Common, Fresh, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::{PARENT_MARK, description_of};
+use godwit_types::snapshots::{PARENT_MARK, description_of, states_map_name};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -472,8 +472,8 @@ impl Place<'_> {
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
     pub(super) fn map_of(&self, id: Id) -> PathBuf {
-        let id = u128::from_be_bytes(id.0);
-        self.paths.run.join(format!("delta-{id:032x}.states"))
+        let name = states_map_name(u128::from_be_bytes(id.0));
+        self.paths.run.join(name)
     }
 
     /// Bytes that an image holds; nothing where that cannot be told.
