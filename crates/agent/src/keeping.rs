@@ -8,8 +8,10 @@ use crate::supervisor::{HoldOff, Supervised};
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
 use godwit_types::site::{Claim, SiteAnswer};
+use godwit_types::snapshots::id_of_states_map;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
+use std::path::Path;
 use std::sync::Arc;
 
 /// What was decided for a VM does not hold for what it is now.
@@ -83,9 +85,11 @@ impl Agent {
         self.power_off_the_dead(vm, seen).await?;
         let held = self.release(vm).await?;
         let (agent, vm_name) = (Arc::clone(self), name.clone());
+        let run = vm.run_dir().to_owned();
         blocking(move || {
             agent.must_not_live(&vm_name)?;
-            agent.records.delete(&vm_name, seen)
+            let deleted = agent.records.delete(&vm_name, seen);
+            deleted.inspect(|()| forget_maps(&run))
         })
         .await?;
         self.supervisor.forget(name);
@@ -260,5 +264,37 @@ impl Agent {
             kept.display(),
             self.host()
         )))
+    }
+}
+
+/// What processes of a VM that is deleted left in its run directory of what its guest wrote last: memory, by which nobody goes on.
+fn forget_maps(run: &Path) {
+    let entries = run.read_dir().into_iter().flatten().flatten();
+    for entry in entries {
+        let name = entry.file_name();
+        if name.to_str().and_then(id_of_states_map).is_some()
+            && let Err(error) = std::fs::remove_file(entry.path())
+        {
+            tracing::warn!(path = %entry.path().display(), %error, "a map of states is left behind");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::snapshots::states_map_name;
+
+    #[test]
+    fn a_vm_that_is_deleted_leaves_no_map_of_states() {
+        let run = tempfile::tempdir().unwrap();
+        let at = |name: &str| run.path().join(name);
+        let map = states_map_name(7);
+        for name in [&*map, "disks.json"] {
+            std::fs::write(at(name), "").unwrap();
+        }
+        forget_maps(run.path());
+        assert!(!at(&map).exists() && at("disks.json").exists());
+        forget_maps(&at("nowhere"));
     }
 }

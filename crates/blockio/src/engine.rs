@@ -95,6 +95,14 @@ impl Engine {
         (self.under_way() == 0).then_some(&mut self.layers)
     }
 
+    /// What is written, and whether its storage is known to have lost what was.
+    pub(crate) fn written(&self) -> (&Image, bool) {
+        match self.layers.0.last() {
+            Some(top) => (top.image(), top.is_lost()),
+            None => (&self.image, false),
+        }
+    }
+
     /// The image's own descriptor once more, also while the kernel has requests.
     pub fn lend(&self) -> std::io::Result<OwnedFd> {
         self.image.as_fd().try_clone_to_owned()

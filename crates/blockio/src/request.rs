@@ -58,6 +58,18 @@ impl Work {
         }
     }
 
+    /// Bytes that storage may have to read or write for it: also those of zeroes whose room is to stay, which a device writes that cannot only note
+    /// them.
+    pub fn burdens(&self) -> u64 {
+        match self {
+            Self::WriteZeroes {
+                range,
+                unmap: false,
+            } => range.end.saturating_sub(range.start),
+            _ => self.transfers(),
+        }
+    }
+
     /// Whether it changes what is on the disk, and may find no room there.
     pub fn changes(&self) -> bool {
         !matches!(self, Self::Read(_) | Self::Flush)

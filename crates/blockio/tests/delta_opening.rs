@@ -5,9 +5,9 @@ mod common;
 use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::open_parent;
 use common::{request, run};
-use godwit_blockio::delta::{NewDelta, create};
+use godwit_blockio::delta::{NewDelta, create, is_frozen};
 use godwit_blockio::{Access, Data, Engine, Error, Image, Outcome, Stack, Work};
-use godwit_delta::Id;
+use godwit_delta::{Id, header};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -54,6 +54,53 @@ fn what_was_answered_is_there_after_a_kill_and_what_no_map_tells_of_is_not_guess
     let top = chain.open_top(Id([1; 16]), false).unwrap();
     stack.put_deltas(vec![top]).unwrap();
     chain.must_be_plain(&mut stack);
+}
+
+#[test]
+fn a_map_of_an_earlier_process_is_not_taken_for_the_one_of_a_later_one() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    let map = chain.names[0].with_extension("states");
+    let first = fs::read(&map).unwrap();
+    // As after a kill, and with a new run directory: what was flushed counts for a new guest.
+    let done = run(&mut stack, vec![request(Work::Flush, Data::None)]);
+    assert_eq!(done[0].1, Outcome::Done);
+    drop(stack);
+    fs::remove_file(&map).unwrap();
+    drop(chain.open_top(BOOT, true).unwrap());
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 2);
+    drop(stack);
+    let second = fs::read(&map).unwrap();
+    fs::write(&map, &first).unwrap();
+    let refused = chain.open_top(BOOT, false).unwrap_err().to_string();
+    assert!(refused.contains("of an earlier process"), "{refused}");
+    fs::write(&map, &second).unwrap();
+    chain.must_be_plain(&mut chain.stack());
+}
+
+#[test]
+fn a_map_of_a_build_that_knows_of_no_numbers_counts_and_gets_one() {
+    let mut chain = Chain::new(BYTES);
+    chain.add();
+    let mut stack = chain.stack();
+    chain.work(&mut stack, 40, 1);
+    drop(stack);
+    let map = chain.names[0].with_extension("states");
+    let number = || fs::read(&map).unwrap()[48..56].to_vec();
+    let mut older = fs::read(&map).unwrap();
+    older[48..56].fill(0);
+    fs::write(&map, &older).unwrap();
+    chain.must_be_plain(&mut chain.stack());
+    assert_ne!(number(), [0; 8]);
+    // What such a build left of the delta says none either.
+    let extent = chain.at("d0-sesparse.vmdk");
+    let mut content = fs::read(&extent).unwrap();
+    content[4608..5120].fill(0);
+    fs::write(&extent, &content).unwrap();
+    chain.must_be_plain(&mut chain.stack());
 }
 
 #[test]
@@ -122,6 +169,23 @@ fn what_anybody_else_wrote_is_refused() {
         fs::write(&extent, &wrong).unwrap();
         let opened = open_parent(&chain.names[0], opening("this"));
         assert_eq!(opened.is_ok(), is_right, "byte {at}");
+    }
+    // What it says of its length is compared before anything is made room for by it.
+    let file = fs::File::open(&extent).unwrap();
+    let of_another = (Id([0; 16]), BYTES + 4096);
+    let refused = is_frozen((file, &extent), of_another, 512).unwrap_err();
+    assert!(refused.to_string().contains("another delta"), "{refused}");
+    let id = header::decode(&good).unwrap().1.id;
+    for (bytes, fits) in [(BYTES, true), (BYTES + 4096, false)] {
+        // Its directory is damaged: nobody gets as far as that.
+        let mut wrong = good.clone();
+        wrong[2 << 20] ^= u8::from(!fits);
+        fs::write(&extent, &wrong).unwrap();
+        let file = fs::File::open(&extent).unwrap();
+        let looked = is_frozen((file, &extent), (id, bytes), 512);
+        let why = looked.map_err(|error| error.to_string()).err();
+        let is_of_length = why.as_ref().map(|why| why.contains("another length"));
+        assert_eq!(is_of_length, (!fits).then_some(true), "{why:?}");
     }
     fs::write(&extent, &good[..good.len() - 4096]).unwrap();
     let cut = open_parent(&chain.names[0], opening("this")).unwrap_err();

@@ -117,7 +117,10 @@ fn a_sync_that_failed_is_heard_of_from_then_on_and_a_new_guest_begins_with_what_
         durable.durable = true;
         assert_eq!(done(&mut first, durable).1, FAILED);
         assert_eq!(write(&mut first, 8192, 4096, 4), Outcome::Done);
-        assert!(first.settle().unwrap().unwrap_err().lost);
+        let (asked, outcome) = done(&mut first, request_of(Work::Flush, Data::None, 1));
+        let unsettled = first.unsettled(&asked, outcome).unwrap();
+        let why = unsettled.error.to_string();
+        assert!(unsettled.lost && why.contains("stop its VM"), "{why}");
         let top = first.take_deltas().unwrap().pop().unwrap();
         let why = top.close().unwrap_err().to_string();
         assert!(why.contains("stop its VM and start it again"), "{why}");

@@ -112,7 +112,8 @@ fn a_top_comes_down_into_the_delta_below_which_is_the_top_from_then_on() {
     stack.put_deltas(deltas).unwrap();
     chain.work(&mut stack, 40, 2);
     let mut below = open_unlocked(&chain.names[0]).unwrap();
-    stack.settle().unwrap().unwrap();
+    let flushed = run(&mut stack, vec![request(Work::Flush, Data::None)]);
+    assert_eq!(flushed[0].1, Outcome::Done);
     let top = open_unlocked(&chain.names[1]).unwrap();
     let merged = merge(&top, Target::Delta(&mut below), false, |_| {
         Some(AT_ONCE_MAX)

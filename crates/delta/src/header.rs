@@ -19,6 +19,32 @@ pub const HEAD: usize = (LABEL_AT + SECTOR) as usize;
 /// Bytes of a label, one sector, which is written as a whole or not at all.
 pub const LABEL: usize = SECTOR as usize;
 
+/// Where the number of the map of a delta's states is, which is ours alone, too, and which builds that know of none leave as it is: in the same block as the
+/// label, so that both are written at once.
+pub const MAP_AT: usize = LABEL_AT as usize + LABEL;
+const MAP_MAGIC: &[u8; 8] = b"GODWITMP";
+
+/// The number of the map that tells what the tables do not say yet, as its sector holds it.
+pub fn encode_map(number: u64) -> [u8; LABEL] {
+    let mut out = Writer::default();
+    out.bytes(MAP_MAGIC);
+    out.long(number);
+    let sum = checksum(&out.0);
+    out.long(sum);
+    out.sector()
+}
+
+/// Reads it from its sector; 0 where nothing was said, as by builds that know of none.
+pub fn decode_map(sector: &[u8]) -> u64 {
+    let mut from = Reader(sector);
+    let said = from.take::<8>().and_then(|_| from.long());
+    let number = said.unwrap_or_default();
+    match sector == encode_map(number) {
+        true => number,
+        false => 0,
+    }
+}
+
 /// Who may have a delta open, as it says itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {

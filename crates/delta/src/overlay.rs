@@ -22,7 +22,7 @@ use std::sync::atomic::AtomicU64;
 #[cfg(feature = "planted-faults")]
 use crate::Plant;
 use crate::layout::{GRAIN, Layout};
-use crate::rounds::Rounds;
+use crate::rounds::{Room, Rounds};
 use crate::states::{Grain, States, Words};
 
 /// The number of a request.
@@ -142,7 +142,7 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
     pub fn new(layout: &Layout, top: States<M>, lower: Vec<States<M>>) -> Self {
         Self {
             bytes: layout.disk_bytes(),
-            rounds: Rounds::after(top.marked()),
+            rounds: Rounds::after(&top, Room::default()),
             top,
             lower,
             under_way: BTreeMap::new(),
@@ -152,6 +152,13 @@ impl<M: AsRef<[AtomicU64]>> Overlay<M> {
             #[cfg(feature = "planted-faults")]
             plant: None,
         }
+    }
+
+    /// The same, but as if so many blocks of the tables were many, before anything is asked of it.
+    #[must_use]
+    pub fn in_room_of(mut self, blocks: usize) -> Self {
+        self.rounds = Rounds::after(&self.top, Room::of(blocks));
+        self
     }
 
     /// The same with a fault.

@@ -148,15 +148,27 @@ impl<M: AsRef<[AtomicU64]>> States<M> {
         }
     }
 
-    /// Blocks of the tables that may not say what is so.
+    /// Blocks of the tables that may not say what is so, all of them.
     pub fn marked(&self) -> Vec<u64> {
+        self.marked_from(0, usize::MAX)
+    }
+
+    /// The first ones of them from this one on, so many at most.
+    pub fn marked_from(&self, start: u64, most: usize) -> Vec<u64> {
         let first = self.blocks * WORDS_PER_BLOCK as u64;
         let words = self.blocks.div_ceil(64);
         let mut marked = Vec::new();
-        for at in 0..words {
-            let mut bits = self.load_word(first + at);
+        let mut skipped = u64::MAX << (start % 64);
+        for at in start / 64..words {
+            let mut bits = self.load_word(first + at) & skipped;
+            skipped = u64::MAX;
             while bits != 0 {
-                marked.push(at * 64 + u64::from(bits.trailing_zeros()));
+                let block = at * 64 + u64::from(bits.trailing_zeros());
+                // Behind the last one a damaged map may say anything.
+                if marked.len() == most || block >= self.blocks {
+                    return marked;
+                }
+                marked.push(block);
                 bits &= bits - 1;
             }
         }

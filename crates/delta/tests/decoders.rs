@@ -6,6 +6,19 @@ use godwit_delta::{
 };
 use std::sync::atomic::AtomicU64;
 
+#[test]
+fn the_number_of_a_map_is_what_was_written_and_none_where_anything_else_is() {
+    let said = header::encode_map(77);
+    assert_eq!(header::decode_map(&said), 77);
+    for at in [0, 8, 16, 30, said.len() - 1] {
+        let mut wrong = said;
+        wrong[at] ^= 1;
+        assert_eq!(header::decode_map(&wrong), 0, "byte {at}");
+    }
+    assert_eq!(header::decode_map(&[0; header::LABEL]), 0);
+    assert_eq!(header::decode_map(&[]), 0);
+}
+
 fn label() -> Label {
     Label {
         id: Id([3; 16]),

@@ -2,7 +2,7 @@
 
 mod world;
 
-use godwit_delta::{Change, GRAIN, Layout, Overlay, States, Step, words_for};
+use godwit_delta::{Change, GRAIN, GRAINS_PER_BLOCK, Layout, Overlay, States, Step, words_for};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use world::{Counts, World};
@@ -104,6 +104,40 @@ fn a_flush_is_one_sync_where_nothing_is_new_and_many_share_a_round() {
     };
     assert_eq!(blocks.len(), 1);
     assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(overlay.synced(true), [answer(5)]);
+    assert!(overlay.rests());
+}
+
+#[test]
+fn a_discard_of_a_large_disk_is_remembered_by_the_marks_and_written_some_at_a_time() {
+    const BLOCKS: u64 = 5;
+    const ROOM: usize = 2;
+    let all = BLOCKS * GRAINS_PER_BLOCK;
+    let mut overlay = overlay(all).in_room_of(ROOM);
+    let answer = |id| Step::Answer { id, done: true };
+    let erased = overlay.change(1, Change::Discard(0..all * GRAIN), false);
+    assert!(matches!(&erased[..], [Step::Erase { .. }]), "{erased:?}");
+    assert_eq!(overlay.ended(1, true), [answer(1)]);
+    let written = |steps: Vec<Step>| match &steps[..] {
+        [Step::Tables(blocks)] => blocks.iter().map(|(block, _)| *block).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(overlay.flush(2), [Step::Sync]);
+    assert_eq!(written(overlay.synced(true)), [0, 1]);
+    // What changes meanwhile is not forgotten, whether it was written in this round or is to be.
+    overlay.change(3, Change::Write(0..GRAIN), false);
+    assert_eq!(overlay.ended(3, true), [answer(3)]);
+    assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(written(overlay.synced(true)), [2, 3]);
+    assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(written(overlay.synced(true)), [4]);
+    assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(overlay.synced(true), [answer(2)]);
+    assert_eq!(overlay.flush(4), [Step::Sync]);
+    assert_eq!(written(overlay.synced(true)), [0]);
+    assert_eq!(overlay.tables_written(true), [Step::Sync]);
+    assert_eq!(overlay.synced(true), [answer(4)]);
+    assert_eq!(overlay.flush(5), [Step::Sync]);
     assert_eq!(overlay.synced(true), [answer(5)]);
     assert!(overlay.rests());
 }

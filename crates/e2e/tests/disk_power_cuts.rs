@@ -4,7 +4,9 @@ mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine, without_power};
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, Target, create, merge};
+use godwit_blockio::delta::{
+    AT_ONCE_MAX, Delta, NewDelta, Opening, Outliving, Target, create, merge,
+};
 use godwit_blockio::grow::grow;
 use godwit_blockio::{Access, Image};
 use godwit_delta::{Id, Parent};
@@ -122,7 +124,7 @@ impl Log {
         let file = File::options().read(true).write(true).open(&self.extent)?;
         let top = Delta::top_of((file, &self.extent), self.id, opening, outliving)?;
         let standing = disk.stand_still(LONG)?;
-        standing.settle()?;
+        standing.settle(LONG)?;
         standing.change_layers(move |mut had| {
             let frozen = had.last_mut().map_or(Ok(()), Delta::freeze);
             frozen.map_err(|error| error.to_string())?;
@@ -207,7 +209,7 @@ fn a_disk_under_redo_logs_is_whole_after_power_cuts_and_so_is_its_copy_once_that
         if is_moved {
             // The guest is held; the disk has not changed to its copy when the power fails.
             let standing = disk.stand_still(LONG)?;
-            standing.settle()?;
+            standing.settle(LONG)?;
             logs[1].consolidate(&copy)?;
             load.look()?;
             volume.power_off(survives);

@@ -31,6 +31,19 @@ pub fn description_of(image: &Path) -> PathBuf {
     path.into()
 }
 
+/// What the map of states of the delta of this number is called in the VM's run directory, by which a process of the VM goes on after one that was killed.
+pub fn states_map_name(id: u128) -> String {
+    format!("delta-{id:032x}.states")
+}
+
+/// Of which delta a file of this name is the map, or what came of one that was being made.
+pub fn id_of_states_map(name: &str) -> Option<u128> {
+    let name = name.strip_suffix(".new").unwrap_or(name);
+    let digits = name.strip_prefix("delta-")?.strip_suffix(".states")?;
+    let id = u128::from_str_radix(digits, 16).ok()?;
+    (states_map_name(id) == name).then_some(id)
+}
+
 /// Whether the guest's file systems are to stand still for a snapshot, which its agent has them do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]

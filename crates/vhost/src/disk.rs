@@ -23,6 +23,7 @@ use crate::block::Geometry;
 use crate::connection::Connection;
 use crate::handle::{Command, Status};
 use crate::handover::Handover;
+use crate::layers::OWN;
 use crate::listener::Listener;
 use crate::message::{Vring, request};
 use crate::queue::{Guest, Queue, must_be_eventfd};
@@ -112,6 +113,10 @@ pub(crate) struct Device {
     /// Whoever waits until nothing goes to the image.
     standing: Vec<Sender<()>>,
     resubmitted: u64,
+    /// Whoever waits until what was answered is durable, by the flush that makes it so,
+    pub(crate) settling: Vec<(u64, Sender<Result<(), Error>>)>,
+    /// and how many of those there were.
+    pub(crate) settled: u64,
     /// When lines about guest and QEMU are counted anew.
     tell_at: Option<Instant>,
     /// Lines since then.
@@ -148,6 +153,8 @@ impl Device {
             waiting: Vec::new(),
             standing: Vec::new(),
             resubmitted: 0,
+            settling: Vec::new(),
+            settled: 0,
             tell_at: None,
             told: 0,
         };
@@ -386,6 +393,10 @@ impl Device {
         while let Some((request, outcome)) = self.stack.finished() {
             did = true;
             let token = request.token;
+            if token & OWN != 0 {
+                self.has_settled(&request, outcome);
+                continue;
+            }
             if (token >> 32) as u16 != self.guest.life {
                 self.note_unheard(&request, outcome);
                 continue;
@@ -514,9 +525,7 @@ impl Device {
             Command::HandOver(answer) => {
                 let _ = answer.send(self.hand_over());
             }
-            Command::Settle(answer) => {
-                let _ = answer.send(self.settle());
-            }
+            Command::Settle(answer) => self.settle(answer),
             Command::KeepMaps(answer) => {
                 let _ = answer.send(self.keep_maps());
             }

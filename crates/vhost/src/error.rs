@@ -32,6 +32,11 @@ pub enum Error {
     /// The disk's thread does not answer.
     #[error("the disk's thread has not answered for {waited:?}")]
     Silent { waited: Duration },
+    /// Storage is slow, or hangs.
+    #[error(
+        "what its guest wrote was not durable after {waited:?}, since its storage is slow or does not answer: its guest works on with the disk as it is; see to the storage, and try again"
+    )]
+    NotDurable { waited: Duration },
     /// What is to be served cannot be.
     #[error("this cannot be a disk: {reason}")]
     Settings { reason: String },

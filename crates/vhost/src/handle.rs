@@ -131,9 +131,9 @@ impl Standing<'_> {
         self.disk.ask(Command::HandOver)?
     }
 
-    /// Makes durable all that the guest was told; what the storage lost it hears with its next flush.
-    pub fn settle(&self) -> Result<(), Error> {
-        self.disk.ask(Command::Settle)?
+    /// As [`Disk::settle`]: whoever has waited for that beforehand finds little left to be made durable.
+    pub fn settle(&self, limit: Duration) -> Result<(), Error> {
+        self.disk.settle(limit)
     }
 
     /// Has what was answered and is not durable be found by whoever comes after this process, whatever became of the run directory.
@@ -293,6 +293,18 @@ impl Disk {
     pub fn take_lowest(&self, patience: Duration) -> Result<(), Error> {
         let _standing = self.stand_still(patience)?;
         self.ask(Command::TakeLowest)?
+    }
+
+    /// Makes durable all that the guest was told. What takes longer than this limit goes on beside the guest, whose requests it does not hold up; what the
+    /// storage lost that hears with its next flush.
+    pub fn settle(&self, limit: Duration) -> Result<(), Error> {
+        let (answer, answers) = channel();
+        self.tell(Command::Settle(answer))?;
+        match answers.recv_timeout(limit) {
+            Ok(settled) => settled,
+            Err(RecvTimeoutError::Timeout) => Err(Error::NotDurable { waited: limit }),
+            Err(RecvTimeoutError::Disconnected) => Err(Error::Ended),
+        }
     }
 
     /// Lets nothing go to the image and waits until nothing of the guest's is on its way to it; writes for which there is no

@@ -3,7 +3,11 @@
 //! Who owns the state: the disk's thread. What it refuses: to change anything while something is under way, or while the disk does not stand
 //! still.
 
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
 use godwit_blockio::delta::Delta;
+use godwit_blockio::{Data, Outcome, Request, Work};
 
 use crate::Error;
 use crate::disk::Device;
@@ -11,17 +15,33 @@ use crate::disk::Device;
 /// Makes the deltas, from the lowest to the top, with which a disk goes on, of those that it had; or says why not.
 pub(crate) type Change = Box<dyn FnOnce(Vec<Delta>) -> Result<Vec<Delta>, String> + Send>;
 
+/// Stands in the numbers of flushes that no guest asked for.
+pub(crate) const OWN: u64 = 1 << 63;
+
 pub(crate) const OTHER_LENGTH: &str = "what lies above its image is of another length";
 
 impl Device {
-    /// Makes durable all that the guest was told, and what says where it is. What the storage lost the guest hears with its next flush.
-    pub(crate) fn settle(&mut self) -> Result<(), Error> {
-        let busy = self.busy();
-        let settled = self.stack.settle().ok_or(busy)?;
-        settled.map_err(|unsettled| {
-            self.lost_sync |= unsettled.lost;
-            unsettled.error.into()
-        })
+    /// Begins to make durable all that the guest was told, and what says where it is, as a flush of the guest's does: nobody waits for it here, since storage
+    /// may hang.
+    pub(crate) fn settle(&mut self, answer: Sender<Result<(), Error>>) {
+        let token = OWN | self.settled;
+        self.settled = (self.settled + 1) % OWN;
+        self.settling.push((token, answer));
+        let now = Instant::now();
+        let flush = Request::new(Work::Flush, Data::None, token, now);
+        self.stack.submit(flush, now);
+    }
+
+    /// A flush of ours has ended. What the storage lost the guest hears with its next one, whoever waits for this.
+    pub(crate) fn has_settled(&mut self, flush: &Request, outcome: Outcome) {
+        let unsettled = self.stack.unsettled(flush, outcome);
+        self.lost_sync |= unsettled.as_ref().is_some_and(|why| why.lost);
+        let mut all = self.settling.iter();
+        if let Some(place) = all.position(|(token, _)| *token == flush.token) {
+            let (_, answer) = self.settling.swap_remove(place);
+            let settled = unsettled.map_or(Ok(()), |why| Err(why.error.into()));
+            let _ = answer.send(settled); // whoever asked may have given up
+        }
     }
 
     /// Has what is answered and not durable be where whoever comes after this process looks for it.

@@ -3,11 +3,11 @@
 mod common;
 
 use common::{Gate, LONG, Mirrored, Site, out, places, until, wait_until, without_room};
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, Filter, Flow, Image, Request, Work};
 use godwit_vhost::Error;
 use rustix::io::Errno;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -124,6 +124,71 @@ fn a_disk_whose_requests_take_too_long_does_not_stand_still_and_goes_on() {
     guest.submit(1, &site.write_of(1, 1, 1, 512));
     guest.wait(1);
     assert_eq!(site.status(1), 0);
+}
+
+/// Storage that makes nothing durable while its gate is closed, and does all else.
+struct SlowFlushes {
+    gate: Gate,
+    held: Vec<Request>,
+    /// When the gate is looked at.
+    next: Option<Instant>,
+}
+
+impl Filter for SlowFlushes {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        if request.work != Work::Flush {
+            return flow.down(request);
+        }
+        self.held.push(request);
+        self.wake(flow);
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        self.next
+    }
+
+    fn wake(&mut self, flow: &mut Flow<'_>) {
+        if self.gate.is_open() {
+            self.held.drain(..).for_each(|request| flow.down(request));
+        }
+        let later = flow.now() + Duration::from_millis(1);
+        self.next = (!self.held.is_empty()).then_some(later);
+    }
+}
+
+#[test]
+fn storage_that_hangs_while_a_disk_stands_still_holds_its_guest_no_longer_than_the_limit() {
+    let site = Site::new(MIB);
+    let gate = Gate::default();
+    let slow = SlowFlushes {
+        gate: gate.clone(),
+        held: Vec::new(),
+        next: None,
+    };
+    let disk = site.disk(vec![Box::new(slow)]);
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    guest.wait(0);
+    let (few, is_slow) = (Duration::from_millis(20), |refused: &Error| {
+        matches!(refused, Error::NotDurable { .. })
+    });
+    let refused = disk.settle(few).unwrap_err();
+    assert!(is_slow(&refused), "{refused}");
+    gate.set_open(true);
+    let standing = disk.stand_still(LONG).unwrap();
+    gate.set_open(false);
+    let refused = standing.settle(few).unwrap_err();
+    assert!(is_slow(&refused), "{refused}");
+    // Its thread waits for nothing.
+    assert_eq!(disk.status().unwrap().under_way, 1);
+    drop(standing);
+    // The guest goes on with the former image though the storage still hangs.
+    guest.submit(0, &site.write_of(1, 1, 2, 512));
+    guest.wait(0);
+    assert_eq!(site.status(1), 0);
+    gate.set_open(true);
+    let standing = disk.stand_still(LONG).unwrap();
+    standing.settle(LONG).unwrap();
 }
 
 #[test]

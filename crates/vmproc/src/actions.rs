@@ -19,6 +19,7 @@ use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{MigrationSpec, Outcome, Phase, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
@@ -423,6 +424,13 @@ impl Vm {
     /// Removes images that are no disks of this host's VM: those of a VM that did not come, once its source has said so, and those
     /// that went along with one whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
     pub(crate) fn clean_disks(&mut self) {
+        let is_elsewhere = matches!(
+            &self.core.record().phase,
+            HostPhase::Moved { .. } | HostPhase::Absent | HostPhase::Refused { .. }
+        );
+        if is_elsewhere && self.hyper.is_none() {
+            disks::forget_maps(&self.paths.run, &BTreeSet::new());
+        }
         match &self.core.record().phase {
             HostPhase::Moved { migration, .. } => {
                 let (paths, migration) = (self.paths.clone(), migration.clone());

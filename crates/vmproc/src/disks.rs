@@ -35,6 +35,7 @@ mod leaving;
 mod left;
 mod linked;
 mod making;
+mod maps;
 mod moving;
 mod note;
 mod parent;
@@ -46,6 +47,7 @@ mod resize;
 mod room;
 mod second;
 mod served;
+mod setting_out;
 mod snapshots;
 mod standing;
 mod switching;
@@ -64,6 +66,7 @@ pub(crate) use history::History;
 pub(crate) use history::past_moves;
 pub(crate) use images::{leave, settle};
 pub(crate) use left::{follow_moves, settle_moves};
+pub(crate) use maps::forget_maps;
 pub(crate) use moving::SourceDisks;
 pub(crate) use record::put_back_living;
 pub(crate) use resize::{AtRest, has_no_disk};
@@ -87,7 +90,7 @@ use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::{Disk, Handover};
 use served::{Arrival, Served};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
@@ -97,9 +100,9 @@ use std::time::{Duration, Instant};
 const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// How long those may take, all disks together, that are under way when another program is to go on with them.
 pub(crate) const HAND_OVER_WAIT: Duration = Duration::from_millis(500);
-/// How long a disk may take until nothing of it is under way, and how long a second image may take to be durable meanwhile.
+/// How long a disk may take until nothing of it is under way, and how long what its guest was told, or a second image, may take to be durable meanwhile.
 const STAND_WAIT: Duration = Duration::from_millis(500);
-/// How long requests may take that are under way when a guest is to be stopped.
+/// How long requests may take that are under way when a guest is to be stopped, and how long what it was told may take to be durable before it is held.
 const REST_WAIT: Duration = Duration::from_secs(3);
 /// How long QEMU has to connect again; it tries each second.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
@@ -158,11 +161,18 @@ impl Disks {
             labelled: before.labelled,
             plain: before.plain,
         };
+        if coming.is_some() {
+            // It has no guest on this host, and what comes begins with what is durable.
+            forget_maps(&paths.run, &BTreeSet::new());
+        }
         let served = Served::new(config, paths, what, ram, held);
         let made = come.map(|migration| served.make_those_that_come(migration));
         let begun = served.begin(coming, &made.transpose()?.unwrap_or_default());
         if let (Err(_), Some(migration)) = (&begun, come) {
             came::unmake(paths, &migration.id);
+        }
+        if begun.is_ok() && coming.is_none() {
+            served.forget_stray_maps();
         }
         begun.map(|()| Self(Arc::new(served)))
     }

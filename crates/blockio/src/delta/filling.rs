@@ -196,23 +196,33 @@ impl Filling {
         if *is_let_go {
             return retry_on_intr(|| fdatasync(&self.file)).inspect_err(lose);
         }
-        let said: Vec<_> = {
+        // Some at a time: all may be marked of a large disk.
+        let mut at = 0;
+        loop {
+            let said: Vec<_> = {
+                let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
+                let marked = self.states.marked_from(at, tables::MARKED).into_iter();
+                marked
+                    .map(|block| (block, self.states.block(block)))
+                    .collect()
+            };
+            let written = tables::settle_said(&self.file, &self.layout, &said);
+            let written =
+                written.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
+            written.inspect_err(lose)?;
+            let last = said.last().map(|(block, _)| *block);
+            let is_all = said.len() < tables::MARKED;
             let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
-            let marked = self.states.marked().into_iter();
-            marked
-                .map(|block| (block, self.states.block(block)))
-                .collect()
-        };
-        let written = tables::settle_said(&self.file, &self.layout, &said);
-        let written = written.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
-        written.inspect_err(lose)?;
-        let _one = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
-        for (block, words) in said {
-            if self.states.block(block) == words {
-                self.states.unmark(block);
+            for (block, words) in said {
+                if self.states.block(block) == words {
+                    self.states.unmark(block);
+                }
+            }
+            match last.filter(|_| !is_all) {
+                Some(last) => at = last + 1,
+                None => return Ok(()),
             }
         }
-        Ok(())
     }
 }
 

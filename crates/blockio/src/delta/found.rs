@@ -15,25 +15,64 @@ use super::tables::{self, Unread};
 use super::{Delta, Opening, Outliving, Words, file_of, unusable};
 use crate::{Access, Buffer, Error, Image};
 
+/// Which delta an extent must be: its number, and how long its disk is, where whoever opens it knows that. Nothing is made room for by what a file says of
+/// itself before it was compared.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted {
+    id: Id,
+    bytes: Option<u64>,
+}
+
+impl From<Id> for Wanted {
+    fn from(id: Id) -> Self {
+        Self { id, bytes: None }
+    }
+}
+
+impl From<(Id, u64)> for Wanted {
+    fn from((id, bytes): (Id, u64)) -> Self {
+        let bytes = Some(bytes);
+        Self { id, bytes }
+    }
+}
+
+impl Wanted {
+    fn check(&self, layout: &Layout, label: &Label) -> Result<(), String> {
+        let has = layout.disk_bytes();
+        if self.id != label.id {
+            return Err("it is another delta than the one that is described".to_owned());
+        }
+        match self.bytes.is_none_or(|bytes| bytes == has) {
+            true => Ok(()),
+            false => Err(format!(
+                "it says that its disk has {has} bytes, which is another length than that of the disk: put back what belongs together"
+            )),
+        }
+    }
+}
+
 /// An extent that is locked and whose head was read.
 pub(super) struct Found {
     image: Image,
     layout: Layout,
     pub label: Label,
+    /// The number of the map of its states, if it says one.
+    map: u64,
 }
 
 impl Found {
     pub fn locked(
         (file, path): (File, &Path),
         access: Access,
-        opening: Opening<'_>,
+        (wanted, opening): (Wanted, Opening<'_>),
     ) -> Result<Self, Error> {
         let mut image = Image::of(file, path, access, opening.block_bytes)?;
         image.lock(opening.name, opening.patience)?;
-        Self::of(image)
+        Self::of(image, Some(wanted))
     }
 
-    pub fn of(image: Image) -> Result<Self, Error> {
+    /// Any delta where none is wanted.
+    pub fn of(image: Image, wanted: Option<Wanted>) -> Result<Self, Error> {
         let path = image.path().to_owned();
         let mut head = Buffer::zeroed(2 * GRAIN as usize);
         let read = file_of(image.as_fd()).and_then(|file| file.read_exact_at(head.bytes_mut(), 0));
@@ -44,23 +83,19 @@ impl Found {
         })?;
         let decoded = header::decode(head.bytes());
         let (layout, label) = decoded.map_err(|why| unusable(&path, &why.to_string()))?;
+        let checked = wanted.map_or(Ok(()), |wanted| wanted.check(&layout, &label));
+        checked.map_err(|why| unusable(&path, &why))?;
         let found = Self {
             image,
             layout,
             label,
+            map: header::decode_map(said_map(head.bytes())),
         };
         if found.image.bytes() < found.layout.file_bytes() {
             return Err(found.unusable("it is cut short"));
         }
         found.check_directory()?;
         Ok(found)
-    }
-
-    pub fn must_be(&self, id: Id) -> Result<(), Error> {
-        match self.label.id == id {
-            true => Ok(()),
-            false => Err(self.unusable("it is another delta than the one that is described")),
-        }
     }
 
     fn check_directory(&self) -> Result<(), Error> {
@@ -101,9 +136,10 @@ impl Found {
         };
         let found = match self.label.in_use {
             Use::Open { boot } if boot == outliving.boot => {
-                let found = Words::find(outliving.map, &self.layout, whose).map_err(of_map)?;
+                let found = Words::find(outliving.map, &self.layout, whose, self.map);
+                let found = found.map_err(of_map)?;
                 if found.is_none() && !outliving.no_guest_lives {
-                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone: end what still runs on it first";
+                    let why = "what was written to it under this boot of the host and not made durable is not known, since the map of its states is gone, or one of an earlier process is in its place: end what still runs on it first";
                     return Err(self.unusable(why));
                 }
                 found
@@ -115,7 +151,7 @@ impl Found {
         let states = match found.filter(|_| !goes_back) {
             Some(kept) => self.over(kept)?,
             None => {
-                let made = Words::create(outliving.map, &self.layout, whose).map_err(of_map)?;
+                let made = Words::create(outliving.map, &self.layout, whose, 0).map_err(of_map)?;
                 let states = self.over(made)?;
                 self.load(&states)?;
                 if goes_back {
@@ -158,16 +194,26 @@ impl Found {
     }
 }
 
+fn said_map(head: &[u8]) -> &[u8] {
+    let said = head.get(header::MAP_AT..header::MAP_AT + header::LABEL);
+    said.unwrap_or_default()
+}
+
 /// Whether nothing is written any more to the delta that has this extent, which must be this one.
-pub fn is_frozen((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<bool, Error> {
-    let found = Found::of(Image::of(file, path, Access::ReadOnly, block_bytes)?)?;
-    found.must_be(id)?;
+pub fn is_frozen(
+    (file, path): (File, &Path),
+    wanted: impl Into<Wanted>,
+    block_bytes: u32,
+) -> Result<bool, Error> {
+    let image = Image::of(file, path, Access::ReadOnly, block_bytes)?;
+    let found = Found::of(image, Some(wanted.into()))?;
     Ok(found.label.in_use == Use::Frozen)
 }
 
 /// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
 pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, Error> {
-    let found = Image::of(file, path, Access::ReadWrite, block_bytes).and_then(Found::of);
+    let found = Image::of(file, path, Access::ReadWrite, block_bytes);
+    let found = found.and_then(|image| Found::of(image, None));
     let found = match found {
         Err(error) if !error.is_of_storage() => return Ok(false),
         found => found?,

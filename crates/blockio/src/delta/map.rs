@@ -1,12 +1,14 @@
 //! The states of a delta's grains in memory: of our own, or a file that outlives this process.
 //!
 //! The file is in the VM's run directory, on a tmpfs: it is gone after a power cut, when the delta's tables alone count. It says whose it is and
-//! under which boot of the host it was made; and, once a sync has failed, that storage may have lost what the states tell of. A file has its name only
-//! once it is complete. In memory of our own only those pages take room in which anything is not absent.
+//! under which boot of the host it was made, and has a number that the delta says, too; and, once a sync has failed, that storage may have lost what
+//! the states tell of. A file has its name only once it is complete. In memory of our own only those pages take room in which anything is not absent.
 //!
-//! Who owns the state: whoever has the delta's lock writes, with one thread. Refuses: a file of another delta, boot or length.
+//! Who owns the state: whoever has the delta's lock writes, with one thread. Refuses: a file of another delta, boot or length, and one beside which another
+//! process has made another one.
 
 use std::fs::{File, OpenOptions};
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -21,6 +23,9 @@ use rustix::mm::{MapFlags, ProtFlags};
 const HEAD: usize = 4096;
 /// Where in them a word is not zero once a sync has failed; whoever looks whose a file is reads what stands before it.
 const LOST_AT: usize = 2048;
+/// Where its number is, which the delta says, too: whoever makes another one leaves this one behind, wherever it lies. Builds that know of none read what stands
+/// before it.
+const NUMBER_AT: usize = 48;
 const MAGIC: &[u8; 8] = b"GODWITST";
 
 /// The words of a delta's states.
@@ -54,8 +59,14 @@ impl Words {
         Self::at(base.cast(), len, layout, None)
     }
 
-    /// In a new file, all absent, which has its name once it is [`Self::put_in_place`].
-    pub(crate) fn create(path: &Path, layout: &Layout, (id, boot): (Id, Id)) -> io::Result<Self> {
+    /// In a new file, all absent, which has its name once it is [`Self::put_in_place`]. It takes the place of the one of this number, or is another one where
+    /// there is none.
+    pub(crate) fn create(
+        path: &Path,
+        layout: &Layout,
+        (id, boot): (Id, Id),
+        number: u64,
+    ) -> io::Result<Self> {
         let path = &unfinished(path);
         remove(path)?;
         let mut options = OpenOptions::new();
@@ -69,14 +80,21 @@ impl Words {
         // Not only long enough: a full tmpfs is to be told now, and not by a signal later.
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len as u64)?;
         file.write_all_at(&head(layout, id, boot), 0)?;
-        Self::map(&file, layout, len)
+        let words = Self::map(&file, layout, len)?;
+        words.set_number(match number {
+            0 => new_number(),
+            number => number,
+        });
+        Ok(words)
     }
 
-    /// The file that this delta's last owner left, if it is that: one of this delta and this boot.
+    /// The file that this delta's last owner left, if it is that: one of this delta and this boot, and of the number that the delta says. A build that knows of
+    /// none says none.
     pub(crate) fn find(
         path: &Path,
         layout: &Layout,
         (id, boot): (Id, Id),
+        number: u64,
     ) -> io::Result<Option<Self>> {
         let mut options = OpenOptions::new();
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
@@ -97,10 +115,21 @@ impl Words {
             return Ok(None);
         }
         file.read_exact_at(&mut said, 0)?;
-        match said == expected {
-            true => Self::map(&file, layout, len).map(Some),
-            false => Ok(None),
+        if said != expected {
+            return Ok(None);
         }
+        let words = Self::map(&file, layout, len)?;
+        let is_it = [0, number].contains(&words.number()) || number == 0;
+        Ok(is_it.then_some(words))
+    }
+
+    /// By which the delta knows it; 0 where it has none.
+    pub(crate) fn number(&self) -> u64 {
+        self.long_at(NUMBER_AT).load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_number(&self, number: u64) {
+        self.long_at(NUMBER_AT).store(number, Ordering::Release);
     }
 
     /// They are complete: the file takes the place of any that is there.
@@ -126,9 +155,15 @@ impl Words {
     }
 
     fn lost(&self) -> &AtomicU64 {
+        self.long_at(LOST_AT)
+    }
+
+    /// A word of the head.
+    fn long_at(&self, at: usize) -> &AtomicU64 {
+        let at = at.min(HEAD - 8) / 8 * 8;
         // SAFETY: inside of the head, which every mapping has, at a multiple of 8; it lives as long as `self`, and everybody uses it through
         // atomics.
-        unsafe { &*self.0.base.as_ptr().add(LOST_AT).cast::<AtomicU64>() }
+        unsafe { &*self.0.base.as_ptr().add(at).cast::<AtomicU64>() }
     }
 
     /// Says what others say; these say nothing yet.
@@ -210,6 +245,12 @@ fn unfinished(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     name.into()
+}
+
+/// One that no other map of this delta has.
+pub(super) fn new_number() -> u64 {
+    // Its keys are the kernel's random numbers.
+    RandomState::new().build_hasher().finish() | 1
 }
 
 /// How long a file is, in bytes.

@@ -27,17 +27,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use godwit_delta::{Descriptor, GRAIN, Id, LABEL_AT, Label, Layout, Refused, States, Use, header};
+use rustix::io::Errno;
 
 pub(crate) use filling::Filling;
 use found::Found;
-pub use found::{is_empty, is_frozen};
+pub use found::{Wanted, is_empty, is_frozen};
 pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::{Words, forget as forget_map};
 pub use merge::{Target, merge};
 pub use movers::{AT_ONCE_MAX, Merged};
 use tables::Unfinished;
 
-use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};
+use crate::{Access, Buffer, Engine, Error, Image, Outcome, Request, Stack, filters, image_lock};
 
 /// How a disk opens its deltas.
 #[derive(Debug, Clone, Copy)]
@@ -89,11 +90,11 @@ impl Delta {
     /// A parent whose extent is open, which must be this delta; nothing where it was not closed, and is to be opened as a top and frozen first.
     pub fn parent_of(
         (file, path): (File, &Path),
-        id: Id,
+        wanted: impl Into<Wanted>,
         opening: Opening<'_>,
     ) -> Result<Option<Self>, Error> {
-        let found = Found::locked((file, path), Access::ReadOnly, opening)?;
-        found.must_be(id)?;
+        let wanted = (wanted.into(), opening);
+        let found = Found::locked((file, path), Access::ReadOnly, wanted)?;
         if let Use::Open { .. } = found.label.in_use {
             return Ok(None);
         }
@@ -105,12 +106,12 @@ impl Delta {
     /// what was written down.
     pub fn top_of(
         (file, path): (File, &Path),
-        id: Id,
+        wanted: impl Into<Wanted>,
         opening: Opening<'_>,
         outliving: Outliving<'_>,
     ) -> Result<Self, Error> {
-        let found = Found::locked((file, path), Access::ReadWrite, opening)?;
-        found.must_be(id)?;
+        let wanted = (wanted.into(), opening);
+        let found = Found::locked((file, path), Access::ReadWrite, wanted)?;
         if found.label.in_use == Use::Frozen {
             return Err(found.unusable("it is frozen, and another image was written to since: what names it as the one to be written is an older copy; put back what belongs together"));
         }
@@ -119,10 +120,13 @@ impl Delta {
 
     /// One whose extent is open, which must be this delta, as its tables have it, and without a lock: for whoever has that of all that lies below
     /// and above it, and moves content between them.
-    pub fn unlocked((file, path): (File, &Path), id: Id, block_bytes: u32) -> Result<Self, Error> {
+    pub fn unlocked(
+        (file, path): (File, &Path),
+        wanted: impl Into<Wanted>,
+        block_bytes: u32,
+    ) -> Result<Self, Error> {
         let image = Image::of(file, path, Access::ReadWrite, block_bytes)?;
-        let found = Found::of(image)?;
-        found.must_be(id)?;
+        let found = Found::of(image, Some(wanted.into()))?;
         let states = found.own_states()?;
         Ok(found.into_delta(states, "", None))
     }
@@ -153,8 +157,16 @@ impl Delta {
 
     /// From here on the tables do not say all.
     fn begin(mut self, boot: Id) -> Result<Self, Error> {
-        match self.say(Use::Open { boot }) {
-            Ok(()) => Ok(self),
+        // A map of a build that knows of no numbers gets one, after the delta has it: until then it counts by what else it says.
+        let map = match self.states.words().number() {
+            0 => map::new_number(),
+            number => number,
+        };
+        match self.say(Use::Open { boot }, Some(map)) {
+            Ok(()) => {
+                self.states.words().set_number(map);
+                Ok(self)
+            }
             Err(unfinished) => {
                 // It may have told of what a process wrote that was killed.
                 if unfinished.lost {
@@ -167,7 +179,9 @@ impl Delta {
 
     /// Puts the states into a new map there.
     fn make_map(&mut self, map: &Path, boot: Id) -> Result<(), Error> {
-        let made = Words::create(map, &self.layout, (self.label.id, boot)).and_then(|made| {
+        // Whoever looks for the one that is gone finds this one.
+        let (whose, number) = ((self.label.id, boot), self.states.words().number());
+        let made = Words::create(map, &self.layout, whose, number).and_then(|made| {
             made.copy(self.states.words());
             made.put_in_place(map)?;
             Ok(made)
@@ -276,12 +290,12 @@ impl Delta {
     }
 
     fn must_say(&mut self, in_use: Use) -> Result<(), Error> {
-        let said = self.say(in_use);
+        let said = self.say(in_use, None);
         said.map_err(|unfinished| self.failed("label", unfinished.source))
     }
 
-    /// Writes the label, and makes it durable with all that was written before.
-    fn say(&mut self, in_use: Use) -> Result<(), Unfinished> {
+    /// Writes the label, and which map counts if that is another one now, and makes it durable with all that was written before.
+    fn say(&mut self, in_use: Use, map: Option<u64>) -> Result<(), Unfinished> {
         let label = Label {
             in_use,
             ..self.label
@@ -291,6 +305,11 @@ impl Delta {
         file.read_exact_at(block.bytes_mut(), LABEL_AT)?;
         if let Some(sector) = block.bytes_mut().get_mut(..header::LABEL) {
             sector.copy_from_slice(&label.encode());
+        }
+        let at = header::MAP_AT - LABEL_AT as usize;
+        if let (Some(sector), Some(map)) = (block.bytes_mut().get_mut(at..at + header::LABEL), map)
+        {
+            sector.copy_from_slice(&header::encode_map(map));
         }
         file.write_all_at(block.bytes(), LABEL_AT)?;
         let synced = tables::sync(&self.image);
@@ -360,33 +379,26 @@ impl Stack<Engine> {
         }
     }
 
-    /// Makes durable all that was answered, and what says where it is. Only while nothing is under way; else there is no answer.
-    pub fn settle(&mut self) -> Option<Result<(), Unsettled>> {
-        if !self.is_idle() {
-            return None;
-        }
-        let synced = match self.bottom.layers()?.0.last() {
-            Some(top) => {
-                let settled = tables::settle(&top.image, &top.layout, &top.states);
-                return Some(settled.map_err(|unfinished| Unsettled {
-                    lost: unfinished.lost,
-                    error: top.failed("make durable", unfinished.source),
-                }));
-            }
-            None => {
-                let image = self.bottom.image()?;
-                rustix::io::retry_on_intr(|| rustix::fs::fdatasync(image.as_fd()))
-            }
+    /// Why a flush that came out at the top did not make durable what was answered before it, and what says where that is; nothing where it did.
+    pub fn unsettled(&self, flush: &Request, outcome: Outcome) -> Option<Unsettled> {
+        let errno = match outcome {
+            Outcome::Done => return None,
+            Outcome::Failed(errno) => errno,
+            Outcome::Unsupported => Errno::OPNOTSUPP,
         };
-        let path = self.bottom.image()?.path().to_owned();
-        Some(synced.map_err(|errno| Unsettled {
-            lost: true,
+        let (written, is_lost) = self.bottom.written();
+        let source = match is_lost {
+            true => io::Error::other(tables::LOST),
+            false => errno.into(),
+        };
+        Some(Unsettled {
+            lost: !flush.lost_nothing,
             error: Error::Image {
                 action: "make durable",
-                path,
-                source: errno.into(),
+                path: written.path().to_owned(),
+                source,
             },
-        }))
+        })
     }
 
     /// Has all that is not durable outlive this process, also where somebody has removed a map meanwhile. Only while nothing is under way.

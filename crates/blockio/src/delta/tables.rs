@@ -16,6 +16,8 @@ use super::file_of;
 use super::map::Words;
 use crate::{Buffer, Image};
 
+/// So many blocks are looked at together: a guest may have discarded all of a large disk.
+pub(super) const MARKED: usize = 1 << 12;
 /// Most bytes that are read or written at once.
 const AT_ONCE: u64 = 1 << 20;
 
@@ -103,7 +105,7 @@ impl From<io::Error> for Unfinished {
 }
 
 /// Why nothing is made durable after a sync that failed.
-const LOST: &str = "its storage failed to keep what was written to it before, so that it may be lost: stop its VM and start it again, which begins with what is certainly kept, as after a power cut";
+pub(super) const LOST: &str = "its storage failed to keep what was written to it before, so that it may be lost: stop its VM and start it again, which begins with what is certainly kept, as after a power cut";
 
 /// A last round: what is marked is durable after it, and nothing is marked. None after a sync that failed: the kernel tells of what it lost once.
 pub(super) fn settle(
@@ -119,8 +121,36 @@ pub(super) fn settle(
         states.words().lose();
         lost(source)
     })?;
-    let marked = states.marked();
-    let mut rest = marked.as_slice();
+    let mut at = 0;
+    loop {
+        let marked = states.marked_from(at, MARKED);
+        let Some(last) = marked.last() else {
+            break;
+        };
+        write_marked(image, layout, states, &marked)?;
+        at = last + 1;
+    }
+    if at > 0 {
+        sync(image)?;
+    }
+    // Nobody marks any meanwhile.
+    loop {
+        let marked = states.marked_from(0, MARKED);
+        if marked.is_empty() {
+            return Ok(());
+        }
+        marked.iter().for_each(|block| states.unmark(*block));
+    }
+}
+
+/// Those that follow one another at once.
+fn write_marked(
+    image: &Image,
+    layout: &Layout,
+    states: &States<Words>,
+    marked: &[u64],
+) -> io::Result<()> {
+    let mut rest = marked;
     while let Some(first) = rest.first() {
         let (run, after) = rest.split_at(run_of(rest));
         let mut buffer = Buffer::zeroed(run.len() * BLOCK as usize);
@@ -131,10 +161,6 @@ pub(super) fn settle(
         file_of(image.as_fd())?.write_all_at(buffer.bytes(), layout.block_at(*first))?;
         rest = after;
     }
-    if !marked.is_empty() {
-        sync(image)?;
-    }
-    marked.iter().for_each(|block| states.unmark(*block));
     Ok(())
 }
 

@@ -1,7 +1,8 @@
 //! Limits what one disk may do in a second, so that one guest does not take a datastore from the others.
 //!
 //! Each request takes the longer one of the times that it would take at both limits ([`Due`]). What comes earlier stays in the
-//! guest's ring.
+//! guest's ring. Discards and zeroes are requests, too, since storage works for them; only a flush, which writes nothing that was not counted
+//! before, is free.
 //!
 //! Who owns the state: the disk's thread, but for the limits, which anybody may change.
 
@@ -30,7 +31,7 @@ impl Limits {
             0 => Duration::ZERO,
             limit => Duration::from_secs_f64(count as f64 / limit as f64),
         };
-        let bytes = work.transfers();
+        let bytes = work.burdens();
         each(self.requests, 1).max(each(self.bytes, bytes))
     }
 }
@@ -80,10 +81,9 @@ impl From<Arc<SharedLimits>> for Throttle {
 }
 
 impl Filter for Throttle {
-    /// What carries nothing costs nothing.
     fn passes_down(&mut self, request: &Request, now: Instant) -> bool {
         let limits = self.limits.get();
-        if request.work.transfers() > 0 && !request.again && !limits.are_none() {
+        if request.work != Work::Flush && !request.again && !limits.are_none() {
             self.due.take(now, limits.cost(&request.work));
         }
         true
@@ -159,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_was_let_in_is_held_and_what_carries_nothing_or_comes_once_more_costs_nothing() {
+    fn nothing_that_was_let_in_is_held_and_a_flush_or_what_comes_once_more_costs_nothing() {
         let limits = Limits {
             requests: 1,
             bytes: 0,
         };
         let mut stack = Stack::new(vec![Box::new(Throttle::new(limits))], Took::default());
         let now = Instant::now();
-        for work in [Work::Flush, Work::Discard(0..512), Work::Write(0..512)] {
+        for work in [Work::Flush, Work::Write(0..512)] {
             assert_eq!(stack.opens_at(now), None);
             stack.submit(Request::new(work, Data::None, 0, now), now);
         }
@@ -174,6 +174,35 @@ mod tests {
         stack.submit(again, now);
         assert_eq!((stack.under_way(), stack.wake_at()), (0, None));
         assert_eq!(stack.opens_at(now), Some(now + Duration::from_millis(900)));
+    }
+
+    #[test]
+    fn what_erases_counts_as_a_request_and_zeroes_that_keep_their_room_count_as_bytes_too() {
+        const MIB: u64 = 1 << 20;
+        let zeroes = |unmap| Work::WriteZeroes {
+            range: 0..MIB,
+            unmap,
+        };
+        let opens_after = |limits, work| {
+            let mut stack = Stack::new(vec![Box::new(Throttle::new(limits))], Took::default());
+            let now = Instant::now();
+            stack.submit(Request::new(work, Data::None, 0, now), now);
+            stack.opens_at(now).map(|at| (at - now).as_millis())
+        };
+        let requests = Limits {
+            requests: 1,
+            bytes: 0,
+        };
+        let bytes = Limits {
+            requests: 0,
+            bytes: MIB,
+        };
+        for work in [Work::Discard(0..MIB), zeroes(true), zeroes(false)] {
+            assert_eq!(opens_after(requests, work.clone()), Some(900), "{work:?}");
+        }
+        assert_eq!(opens_after(bytes, Work::Discard(0..MIB)), None);
+        assert_eq!(opens_after(bytes, zeroes(true)), None);
+        assert_eq!(opens_after(bytes, zeroes(false)), Some(900));
     }
 
     #[test]

@@ -376,7 +376,7 @@ pub struct VmLimitDisk {
     pub vm: VmName,
     /// The disk's name within the VM, as 'godwit vm show' lists it
     pub disk: String,
-    /// Most reads and writes in a second
+    /// Most reads, writes, discards and zeroes in a second
     #[arg(long, value_name = "N", value_parser = whole::<u64, 1, DISK_IOPS_MAX, 500>)]
     pub iops: Option<u64>,
     /// Most MiB read and written in a second

@@ -70,6 +70,8 @@ pub struct World {
     layout: Layout,
     map: Map,
     pub overlay: Overlay<Map>,
+    /// How many blocks of the tables it knows by their numbers.
+    room: usize,
     data: File<u64>,
     tables: File<[u64; 2]>,
     lower: Map,
@@ -102,12 +104,14 @@ impl World {
         }
         let top = States::over(Arc::clone(&map), &layout).unwrap();
         let fails = [0, 8][numbers.below(2) as usize];
+        let room = [0, 1, 64][numbers.below(3) as usize];
         let mut world = Self {
             numbers,
             counts: Counts::default(),
             layout,
             map,
-            overlay: Overlay::new(&layout, top, vec![below]),
+            overlay: Overlay::new(&layout, top, vec![below]).in_room_of(room),
+            room,
             data: File::new(),
             tables: File::new(),
             lower,
@@ -442,7 +446,8 @@ impl World {
 
     fn open(&mut self) {
         let over = |map: &Map| States::over(Arc::clone(map), &self.layout).unwrap();
-        self.overlay = Overlay::new(&self.layout, over(&self.map), vec![over(&self.lower)]);
+        let overlay = Overlay::new(&self.layout, over(&self.map), vec![over(&self.lower)]);
+        self.overlay = overlay.in_room_of(self.room);
         #[cfg(feature = "planted-faults")]
         if let Some(plant) = self.plant {
             self.overlay.plant(plant);

@@ -116,7 +116,7 @@ impl OnFull {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
 #[serde(deny_unknown_fields)]
 pub struct DiskLimits {
-    /// Reads and writes; none: as many as its storage can.
+    /// Reads, writes, discards and zeroes; none: as many as its storage can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
     /// MiB read and written; none: as many as its storage can.

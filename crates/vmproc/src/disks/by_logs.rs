@@ -10,13 +10,13 @@
 
 mod base;
 
-use super::STAND_WAIT;
 use super::in_place::limit;
-use super::last_log::LastLog;
+use super::last_log::{LastLog, in_time};
 use super::layers::OwnedPlace;
 use super::parts::Parts;
 use super::served::Served;
 use super::switching::{Going, Stopped};
+use super::{REST_WAIT, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Target, merge as merge_images};
@@ -380,15 +380,18 @@ impl ByLogs<'_> {
             copy: self.copy.try_clone()?,
             path: PathBuf::from(&going.place.path),
         };
+        if !in_time(self.disk.settle(REST_WAIT))? {
+            return Ok(self.not_yet(Duration::ZERO));
+        }
         let (disk, began) = (Arc::clone(&self.disk), Instant::now());
         let Ok(standing) = disk.stand_still(STAND_WAIT) else {
             return Ok(self.not_yet(began.elapsed()));
         };
         reached("redo.held");
         self.redo.done();
-        standing.settle()?;
+        let is_durable = in_time(standing.settle(STAND_WAIT))?;
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
-        let found = match Instant::now() < until {
+        let found = match is_durable && Instant::now() < until {
             true => last.consolidate(until, || self.must_go_on())?,
             false => None,
         };

@@ -15,6 +15,7 @@
 use super::claim::Denied;
 use super::entry::{Entry, Found};
 use super::layers::{Place, random_number};
+use super::redo::must_be_made_for;
 use super::served::open_file;
 use godwit_qemu::rights::as_user;
 use godwit_qemu::user::User;
@@ -234,6 +235,10 @@ impl Place<'_> {
             return Err(told(format!(
                 "the image {own} is linked to another one, and its part {name} is called after another image, whose disk that belongs to: a linked disk is neither copied nor renamed by hand, since both would write to one file; clone its VM ('godwit vm clone'), or let the files have the names again that they had"
             )));
+        }
+        if !images.elsewhere.is_empty() {
+            let inode = fstat(image).map_err(|errno| io::Error::from(errno).to_string())?;
+            must_be_made_for(&images, (&self.spec.path, inode.st_ino)).map_err(told)?;
         }
         match is_linked || described.is_some_and(is_own) {
             true => Ok(Some(images)),

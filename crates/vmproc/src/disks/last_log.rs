@@ -76,6 +76,15 @@ impl LastLog {
     }
 }
 
+/// Whether what a disk's guest was told is durable; not where that takes so long that its guest works on first.
+pub(super) fn in_time(settled: Result<(), godwit_vhost::Error>) -> Result<bool, Stopped> {
+    match settled {
+        Ok(()) => Ok(true),
+        Err(godwit_vhost::Error::NotDurable { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Does something on a thread of its own; nothing where that has not ended by then, or not in an orderly way. It goes on alone where nobody waits for it.
 fn within<R: Send + 'static>(
     until: Instant,
@@ -101,6 +110,16 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_log_that_is_not_durable_in_time_is_left_for_later_and_what_failed_ends_the_move() {
+        let waited = Duration::from_millis(500);
+        let slow = godwit_vhost::Error::NotDurable { waited };
+        assert!(in_time(Ok(())).is_ok_and(|is_so| is_so));
+        assert!(in_time(Err(slow)).is_ok_and(|is_so| !is_so));
+        let failed = in_time(Err(godwit_vhost::Error::Ended));
+        assert!(matches!(failed, Err(Stopped::Failed(_))));
+    }
 
     #[test]
     fn nobody_waits_longer_than_until_then_or_until_it_is_called_off() {

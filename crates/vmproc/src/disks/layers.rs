@@ -24,7 +24,7 @@ use godwit_snapshots::{Fresh, Images, Kind};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::description_of;
+use godwit_types::snapshots::{description_of, states_map_name};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -321,7 +321,8 @@ impl Place<'_> {
         let (file, id) = self.open_extent(images, name, true)?;
         let lock = lock_name(self.config, self.spec);
         let path = self.extent(images, name);
-        let opened = Delta::parent_of((file, &path), id, opening(&lock, patience));
+        let wanted = (id, images.bytes);
+        let opened = Delta::parent_of((file, &path), wanted, opening(&lock, patience));
         let opened = opened.map_err(|error| error.to_string())?;
         if let Some(delta) = opened {
             return Ok(delta);
@@ -347,7 +348,8 @@ impl Place<'_> {
             no_guest_lives,
         };
         let path = self.extent(images, name);
-        let opened = Delta::top_of((file, &path), id, opening(&lock, patience), outliving);
+        let wanted = (id, images.bytes);
+        let opened = Delta::top_of((file, &path), wanted, opening(&lock, patience), outliving);
         let opened = opened.map_err(|error| error.to_string())?;
         let disk = &self.spec.name;
         if opened.went_back() {
@@ -368,14 +370,16 @@ impl Place<'_> {
     /// Whether nothing is written to it any more.
     pub(super) fn is_frozen(&self, images: &Images, name: &str) -> Result<bool, String> {
         let (file, id) = self.open_extent(images, name, true)?;
-        let looked = is_frozen((file, &self.extent(images, name)), id, BLOCK);
+        let path = self.extent(images, name);
+        let looked = is_frozen((file, &path), (id, images.bytes), BLOCK);
         looked.map_err(|error| error.to_string())
     }
 
     /// Without a lock: the one on the disk's own image is for all that lie over it.
     pub fn open_unlocked(&self, images: &Images, name: &str) -> Result<Delta, String> {
         let (file, id) = self.open_extent(images, name, false)?;
-        let opened = Delta::unlocked((file, &self.extent(images, name)), id, BLOCK);
+        let path = self.extent(images, name);
+        let opened = Delta::unlocked((file, &path), (id, images.bytes), BLOCK);
         opened.map_err(|error| error.to_string())
     }
 
@@ -403,8 +407,8 @@ impl Place<'_> {
 
     /// Where the states of a top outlive this process: the run directory is on a tmpfs.
     pub(super) fn map_of(&self, id: Id) -> PathBuf {
-        let id = u128::from_be_bytes(id.0);
-        self.paths.run.join(format!("delta-{id:032x}.states"))
+        let name = states_map_name(u128::from_be_bytes(id.0));
+        self.paths.run.join(name)
     }
 
     /// Bytes that an image holds; nothing where that cannot be told.

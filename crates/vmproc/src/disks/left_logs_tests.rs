@@ -5,11 +5,12 @@ use super::*;
 use godwit_blockio::delta::{NewDelta, create};
 use godwit_delta::{Id, Parent};
 use godwit_snapshots::{Fresh, Images};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 /// A redo log of a disk that has moved, in another directory, and what described it.
-fn log_of_old(dead: &Dead, there: &Path) -> (PathBuf, Parts) {
-    let (name, id, mark) = ("new.moving-1.d1", "01".repeat(16), "5".repeat(32));
+fn log_of_old(dead: &Dead, there: &Path, name: &str) -> (PathBuf, Parts) {
+    let (id, mark) = ("01".repeat(16), "5".repeat(32));
     let parent = Parent {
         cid: 1,
         hint: "old.vmdk".to_owned(),
@@ -47,7 +48,7 @@ fn what_lay_over_a_former_image_goes_with_it_and_never_for_another_in_its_place(
         let mut at = PathBuf::new();
         let mut dead = Dead::with(&["old", "new"], |dead, what| {
             let left = dead.left("old");
-            let (log, mut parts) = log_of_old(dead, there.path());
+            let (log, mut parts) = log_of_old(dead, there.path(), "new.moving-1.d1");
             at = log;
             let part = &mut parts.files[0];
             part.image = part
@@ -71,4 +72,32 @@ fn what_lay_over_a_former_image_goes_with_it_and_never_for_another_in_its_place(
         let left = std::fs::read_dir(there.path()).unwrap().count();
         assert_eq!(left == 0, is_gone);
     }
+}
+
+#[test]
+fn a_log_of_a_former_image_whose_datastore_is_not_mounted_is_removed_once_it_is() {
+    let above = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (there, away) = (above.path().join("fast"), above.path().join("away"));
+    std::fs::create_dir(&there).unwrap();
+    let inode = there.metadata().unwrap().ino();
+    let name = format!("new.moving-1-{:016x}-{inode:x}.d1", 7);
+    let mut at = PathBuf::new();
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        let (log, parts) = log_of_old(dead, &there, &name);
+        at = log;
+        let left = dead.left("old");
+        what.left = vec![Left { parts, ..left }];
+        what.disks[0].path = dead.path("new");
+        what.images = vec![dead.identity("new")];
+    });
+    // As while it is not mounted: a directory of the file system of the former image has its path.
+    std::fs::rename(&there, &away).unwrap();
+    std::fs::create_dir(&there).unwrap();
+    assert_eq!(dead.settled().0, ["new", "old", "old.images"]);
+    assert_eq!(dead.written().left.len(), 1, "it is remembered");
+    std::fs::remove_dir(&there).unwrap();
+    std::fs::rename(&away, &there).unwrap();
+    assert!(at.exists());
+    assert_eq!(dead.settled().0, ["new"]);
+    assert!(dead.written().left.is_empty() && !at.exists());
 }

@@ -72,9 +72,8 @@ pub(crate) struct SourceDisks {
 }
 
 impl Disks {
-    /// Begins to mirror those that go along with the VM; nothing where none does. They are copied from
-    /// [`SourceDisks::begin`] on.
-    pub(crate) fn mirror(
+    /// What [`Self::mirror`] does, for as long as storage takes for it.
+    pub(super) fn mirror_here(
         &self,
         spec: &MigrationSpec,
         cap_bytes_per_s: Option<f64>,

@@ -8,6 +8,7 @@ use super::BLOCK;
 use super::entry::{Entry, Found};
 use super::images::{remove, rename};
 use super::layers::id_of;
+use super::redo::may_be_away;
 use godwit_blockio::delta::{is_frozen, read_descriptor};
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::Images;
@@ -182,6 +183,7 @@ impl Part {
         };
         let looked = Entry::looked_at(path).map(|(found, entry)| match found {
             // Where its file system is not mounted it is not gone.
+            Found::Nothing if may_be_away(path) => (false, false),
             Found::Nothing => {
                 let mut devices = device.into_iter().chain([image.0]);
                 (devices.any(|device| entry.is_on(device)), true)
@@ -191,7 +193,8 @@ impl Part {
             }
             Found::File(_) | Found::Other => (true, false),
         });
-        let (is_gone, was_it) = looked.unwrap_or_else(|error| (is_away(path, &error), false));
+        let (is_gone, was_it) =
+            looked.unwrap_or_else(|error| (!may_be_away(path) && is_away(path, &error), false));
         if is_gone
             && was_it
             && let Some(descriptor) = descriptor_of(path)

@@ -23,9 +23,72 @@ use godwit_types::vm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// What stands in the names of logs between that of the new image and what is theirs alone.
+const MOVING: &str = ".moving-";
+
+/// A number of the file that is a disk's own image: by its path and its inode. Its logs have it in their names.
+fn whose((path, inode): (&str, u64)) -> u64 {
+    let inode = inode.to_le_bytes();
+    let bytes = path.bytes().chain([0]).chain(inode);
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+/// What the name of a log says that lies in another directory than its disk's own image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Made {
+    /// For which file,
+    whose: u64,
+    /// and in which directory, by its inode: where that is not mounted another one has its path.
+    within: u64,
+}
+
+impl Made {
+    /// Nothing of a name that earlier builds gave, or of what is no log.
+    fn of(name: &str) -> Option<Self> {
+        let (stem, _) = name.rsplit_once(".d")?;
+        let (_, of_move) = stem.rsplit_once(MOVING)?;
+        let mut numbers = of_move.split('-').skip(1);
+        let mut next = || u64::from_str_radix(numbers.next()?, 16).ok();
+        Some(Self {
+            whose: next()?,
+            within: next()?,
+        })
+    }
+
+    fn text(self) -> String {
+        format!("-{:016x}-{:x}", self.whose, self.within)
+    }
+}
+
+/// Whether the log that has this file, which is not there, may be where its datastore is mounted: it is removed once that is. With the rights of whoever opens
+/// it.
+pub(super) fn may_be_away(extent: &Path) -> bool {
+    let name = extent.file_name().and_then(|name| name.to_str());
+    let made = name.and_then(|name| Made::of(name.strip_suffix(&extent_name(""))?));
+    let directory = || extent.parent()?.metadata().ok();
+    made.is_some_and(|made| directory().is_none_or(|found| found.ino() != made.within))
+}
+
+/// Refuses what lies in another directory than the disk's own image, by a path that a copy of that and of its description names, too, where it was made for
+/// another file: two disks would write to one log. Logs of earlier builds do not say for which.
+pub(super) fn must_be_made_for(images: &Images, own: (&str, u64)) -> Result<(), String> {
+    let mut elsewhere = images.elsewhere.iter();
+    let is_anothers = |name: &str| Made::of(name).is_some_and(|made| made.whose != whose(own));
+    match elsewhere.find(|(name, _)| is_anothers(name)) {
+        None => Ok(()),
+        Some((name, directory)) => Err(format!(
+            "{} is a copy, or has another path than it had: its part {name} in {directory} was made for another file, and both would write to it; use the image that was there, under its path, or make one image of all of it while no VM has it ('qemu-img convert -f vmdk -O raw {directory}/{name}.vmdk NEW.raw')",
+            own.0
+        )),
+    }
+}
 
 /// A log that is about to be made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,16 +130,22 @@ pub(super) struct Logs {
 }
 
 impl Logs {
-    fn of(place: &DiskPlace, moment: u128, over: &str) -> Result<Self, String> {
+    /// Of a disk whose own image is this file.
+    fn of(place: &DiskPlace, own: (&str, u64), moment: u128, over: &str) -> Result<Self, String> {
+        let told = |error: std::io::Error| format!("the directory of {}: {error}", place.path);
         let path = Path::new(&place.path);
         let directory = path.parent().and_then(Path::to_str);
         let name = path.file_name().and_then(|name| name.to_str());
         let (Some(directory), Some(name)) = (directory, name) else {
             return Err(format!("{} names no file", place.path));
         };
+        let made = Made {
+            whose: whose(own),
+            within: Path::new(directory).metadata().map_err(told)?.ino(),
+        };
         Ok(Self {
             directory: directory.to_owned(),
-            stem: format!("{name}.moving-{moment:x}"),
+            stem: format!("{name}{MOVING}{moment:x}{}", made.text()),
             first: place.first_log,
             over: over.to_owned(),
             frozen: Duration::ZERO,
@@ -150,14 +219,15 @@ impl Served {
         let mut logs = BTreeMap::new();
         let what = self.what();
         for place in &by_logs {
-            let mut disks = what.disks.iter();
-            let spec = disks.find(|disk| disk.name == place.disk);
-            let spec = spec.ok_or("the VM has no such disk")?;
+            let mut disks = what.with_images();
+            let known = disks.find(|(disk, _)| disk.name == place.disk);
+            let (spec, image) = known.ok_or("the VM has no such disk")?;
             // Logs alone are told from the lowest on, over what has all that lay below the first.
             self.must_be_copied_whole(spec, place.method)?;
             must_be_free(Path::new(&place.path))?;
             let over = self.all().place(spec).load()?.top;
-            logs.insert(place.disk.clone(), Logs::of(place, moment, &over)?);
+            let own = (spec.path.as_str(), image.1);
+            logs.insert(place.disk.clone(), Logs::of(place, own, moment, &over)?);
         }
         // From here on nothing of them is tidied.
         lock(&self.by_logs).extend(logs);
@@ -345,6 +415,61 @@ mod tests {
             elsewhere: elsewhere.map(str::to_owned),
         };
         images.freeze(&fresh).unwrap()
+    }
+
+    #[test]
+    fn a_copy_of_an_image_does_not_open_the_redo_logs_of_the_original() {
+        let there = tempfile::tempdir_in("/var/tmp").unwrap();
+        let place = DiskPlace {
+            disk: "root".to_owned(),
+            path: format!("{}/new.raw", there.path().display()),
+            shared: false,
+            max_bandwidth_mbit_per_s: None,
+            method: Method::Snapshot,
+            without: Vec::new(),
+            first_log: FirstLog::Destination,
+        };
+        let original = ("/srv/slow/root.raw", 131);
+        let logs = Logs::of(&place, original, 77).unwrap();
+        let (directory, name) = logs.place_of(2).unwrap();
+        let one = Images::of_one(OWN, 4096, &"5".repeat(32));
+        let images = under(&one, &name, Some(&directory));
+        assert_eq!(must_be_made_for(&images, original), Ok(()));
+        // 'cp -a' keeps the mark, and what is described.
+        for copy in [
+            ("/srv/slow/copy/root.raw", 131),
+            ("/srv/slow/root.raw", 132),
+        ] {
+            let refused = must_be_made_for(&images, copy).unwrap_err();
+            assert!(refused.contains("both would write to it"), "{refused}");
+        }
+        // What an earlier build made, and what is no log, is not told apart.
+        for name in ["new.raw.moving-1.d1", "root.raw.d1"] {
+            let older = under(&one, name, Some("/srv/fast"));
+            assert_eq!(must_be_made_for(&older, original), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_log_whose_datastore_is_not_mounted_is_not_taken_for_gone() {
+        let (there, below) = (
+            tempfile::tempdir_in("/var/tmp").unwrap(),
+            tempfile::tempdir_in("/var/tmp").unwrap(),
+        );
+        let made = Made {
+            whose: 7,
+            within: there.path().metadata().unwrap().ino(),
+        };
+        let name = format!("new.raw{MOVING}4d{}.d2", made.text());
+        assert_eq!(Made::of(&name), Some(made));
+        let at = |directory: &Path| directory.join(extent_name(&name));
+        assert!(!may_be_away(&at(there.path())), "it is gone");
+        // What lies under a mount point, and where there is none.
+        assert!(may_be_away(&at(below.path())));
+        assert!(may_be_away(&at(&below.path().join("vms"))));
+        // Names of earlier builds tell nothing.
+        let older = extent_name("new.raw.moving-4d.d2");
+        assert!(!may_be_away(&below.path().join(older)));
     }
 
     #[test]

@@ -139,6 +139,8 @@ pub(super) struct Served {
     pub(super) linked: Mutex<BTreeMap<String, String>>,
     /// Images that nobody needs any more.
     pub(super) tidies: Tidies,
+    /// Whether a thread begins to mirror them for a migration.
+    pub(super) sets_out: Arc<AtomicBool>,
     /// Those with snapshots that come with the VM, by their places.
     pub(super) coming: Mutex<BTreeMap<u8, Coming>>,
     /// Disks that are being moved by redo logs, by name: nothing of them is tidied.
@@ -186,6 +188,7 @@ impl Served {
             layered: Mutex::default(),
             linked: Mutex::default(),
             tidies: Tidies::default(),
+            sets_out: Arc::default(),
             coming: Mutex::default(),
             by_logs: Mutex::default(),
             handed: Mutex::default(),

@@ -1,13 +1,14 @@
 //! Snapshots of disks that are served: all of them stand still together for a moment, and go on with new tops.
 //!
-//! Owns nothing. Refuses: a disk that is served anew meanwhile, and a guest that may not run here any more. What is written down counts: a disk that
+//! Owns nothing. Refuses: a disk that is served anew meanwhile, a guest that may not run here any more, and to hold a guest while storage does not make durable
+//! what it was told. What is written down counts: a disk that
 //! cannot go on with it ends, and is served anew.
 
 use super::claim::Taking;
 use super::quiescing::Quiesced;
 use super::served::Served;
 use super::snapshots::{All, Changed, written};
-use super::{Disks, LOCK_WAIT, STAND_WAIT};
+use super::{Disks, LOCK_WAIT, REST_WAIT, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Delta, Words};
@@ -131,6 +132,11 @@ impl Served {
             self.note_layered(spec, &disk, true).map_err(undone)?;
             tops.push((spec, disk, top));
         }
+        // Beside the guest, so that little is left to be made durable while it waits.
+        for (spec, disk, _) in &tops {
+            let settled = disk.settle(REST_WAIT);
+            settled.map_err(|error| undone(all.refused(spec, &error.to_string())))?;
+        }
         let disks: Vec<Arc<Disk>> = tops.iter().map(|(_, disk, _)| Arc::clone(disk)).collect();
         let began = Instant::now();
         let standing = stand_still(&disks).map_err(|why| undone(all.not_so(&why)))?;
@@ -138,7 +144,9 @@ impl Served {
             return Err(undone(all.not_so("its guest may not run here any more")));
         }
         for ((spec, disk, _), standing) in tops.iter().zip(&standing) {
-            let settled = standing.settle().map_err(|error| error.to_string());
+            let settled = standing
+                .settle(STAND_WAIT)
+                .map_err(|error| error.to_string());
             let settled = settled.and_then(|()| self.must_be_the_disk(spec, disk));
             settled.map_err(|why| undone(all.refused(spec, &why)))?;
         }

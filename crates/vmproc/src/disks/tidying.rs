@@ -12,7 +12,7 @@ use super::gentle::rest_after;
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::standing::end_unless;
-use super::{LOCK_WAIT, LOOK_EVERY, STAND_WAIT};
+use super::{LOCK_WAIT, LOOK_EVERY, REST_WAIT, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{AT_ONCE_MAX, Delta, Merged, Target, merge as merge_images};
@@ -286,7 +286,12 @@ impl Served {
         };
         let bytes = |name: &str| place.bytes_of(&images, name).unwrap_or(u64::MAX);
         let Some(tidying) = images.unneeded(bytes) else {
-            return Ok(Looked::Done);
+            return Ok(match images.leaving.is_empty() {
+                true => Looked::Done,
+                false => Looked::Later(
+                    "an image that is no part of it any more is not removed yet: its datastore may not be mounted; see the log of the VM process",
+                ),
+            });
         };
         match &tidying {
             Tidying::Drop { .. } => self.commit(&one, &tidying, None),
@@ -424,8 +429,11 @@ impl Served {
             return Ok(Looked::Later("it is being served anew"));
         };
         let mut below = self.target(one, &images, image)?;
+        // Beside the guest first, so that little is left to be made durable while it waits.
+        let told = |error: godwit_vhost::Error| error.to_string();
+        one.disk.settle(REST_WAIT).map_err(told)?;
         let standing = self.hold_still(one)?;
-        standing.settle().map_err(|error| error.to_string())?;
+        standing.settle(STAND_WAIT).map_err(told)?;
         let top = one.place.get().open_unlocked(&images, &images.top)?;
         let into = (below.as_mut(), images.bytes);
         if !self.merge(one, (&top, false), into, AT_ONCE_MAX)? {

@@ -6,9 +6,10 @@
 //! Owns nothing. Refuses: to take an error of storage for an answer, and to remove a delta of another number.
 
 use super::BLOCK;
-use super::described::read_description;
+use super::described::{NotDone, read_description};
 use super::images;
 use super::layers::{Place, id_of};
+use super::redo::may_be_away;
 use godwit_blockio::delta::{Delta, forget_map, is_empty};
 use godwit_delta::Id;
 use godwit_snapshots::Images;
@@ -62,7 +63,13 @@ impl Place<'_> {
     fn is_to_go(&self, images: &Images, name: &str, id: Option<Id>) -> Result<bool, String> {
         let path = self.extent(images, name);
         let found = self.as_opener(|| match path.symlink_metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => match may_be_away(&path) {
+                false => Ok(false),
+                true => Err(NotDone::Why(format!(
+                    "{} is not the directory in which it was made: it is removed once its datastore is mounted there again; where that is gone for good, make the directory, and in it an empty file of that name",
+                    path.parent().unwrap_or(&path).display()
+                ))),
+            },
             found => Ok(found.map(|_| true)?),
         });
         if !found? {

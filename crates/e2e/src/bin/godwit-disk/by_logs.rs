@@ -4,8 +4,10 @@
 //! the disk has it. Refuses a place that is taken.
 
 use anyhow::{Context as _, Error, Result, ensure};
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, Target, create, merge};
-use godwit_blockio::filters::{Counts, Limits, Pace, SharedLimits, Statistics, Throttle};
+use godwit_blockio::delta::{
+    AT_ONCE_MAX, Delta, NewDelta, Opening, Outliving, Target, create, merge,
+};
+use godwit_blockio::filters::{Beside, Counts, Limits, Pace, SharedLimits, Statistics, Throttle};
 use godwit_blockio::{Arriving, Filter, Frozen, Waits};
 use godwit_delta::{Id, Parent};
 use godwit_redo::{Redo, Step, Work};
@@ -204,7 +206,7 @@ impl<'a> Course<'a> {
         let file = File::options().read(true).write(true).open(&log.extent)?;
         let top = Delta::top_of((file, &log.extent), log.id, opening(), outliving)?;
         let standing = self.disk.stand_still(STAND_WAIT)?;
-        standing.settle()?;
+        standing.settle(STAND_WAIT)?;
         standing.change_layers(move |mut had| {
             let frozen = had.last_mut().map_or(Ok(()), Delta::freeze);
             frozen.map_err(|error| error.to_string())?;
@@ -256,8 +258,11 @@ impl<'a> Course<'a> {
         let file = File::options().read(true).write(true).open(&log.extent)?;
         let delta = Delta::unlocked((file, &log.extent), log.id, BLOCK_BYTES)?;
         let into = Target::Raw(self.copy.as_fd(), self.bytes);
-        let merged = merge(&delta, into, false, |_| {
-            until.is_none_or(|until| Instant::now() < until)
+        let (disk, mut beside) = (self.disk, Beside::default());
+        let under_way = || disk.glance().map_or(0, |status| status.under_way);
+        let merged = merge(&delta, into, false, |_| match until {
+            None => Some(beside.pieces(under_way)),
+            Some(until) => (Instant::now() < until).then_some(AT_ONCE_MAX),
         })?;
         Ok(merged.map(|done| done.copied + done.zeroed))
     }
@@ -289,7 +294,7 @@ impl<'a> Course<'a> {
             say(&json!({"event": "switching"}));
             let standing = disk.stand_still(STAND_WAIT)?;
             self.redo.done();
-            standing.settle()?;
+            standing.settle(STAND_WAIT)?;
             let until = began + Duration::from_secs_f64(self.redo.limit_s());
             let last = self.logs.len().checked_sub(1).context("no log")?;
             if self.merge(last, Some(until))?.is_some() {
