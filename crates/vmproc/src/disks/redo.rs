@@ -430,7 +430,7 @@ mod tests {
             first_log: FirstLog::Destination,
         };
         let original = ("/srv/slow/root.raw", 131);
-        let logs = Logs::of(&place, original, 77).unwrap();
+        let logs = Logs::of(&place, original, 77, OWN).unwrap();
         let (directory, name) = logs.place_of(2).unwrap();
         let one = Images::of_one(OWN, 4096, &"5".repeat(32));
         let images = under(&one, &name, Some(&directory));
