@@ -399,7 +399,7 @@ impl std::fmt::Display for Round {
             names.join(" + ")
         };
         if self.snapshots > 0 {
-            write!(f, "{} snapshots, ", self.snapshots)?;
+            write!(f, "snapshots: {}, ", self.snapshots)?;
         }
         if self.method != Method::Mirror {
             write!(f, "by {}, ", self.method.name())?;
