@@ -238,21 +238,54 @@ pub fn left_over(site: &Site, host: &str, homes: &BTreeMap<String, String>) -> O
         }
     }
     // What was kept of a disk whose source a person gave up is for a person to remove.
-    let is_kept = |path: &PathBuf| path.to_string_lossy().contains(".kept-");
-    let found = site.images(host).map(|mut found| {
-        found.retain(|path| !is_kept(path));
-        found
-    });
-    match found {
+    match site.images(host).map(but_kept) {
         Ok(found) if found == want => None,
         Ok(found) => Some(format!("images are {found:?} instead of {want:?}")),
         Err(error) => Some(format!("{error:#}")),
     }
 }
 
+/// All files but those that were kept, with what belongs to them: `IMAGE.kept-ID.images` tells of files `IMAGE.d*`.
+fn but_kept(found: BTreeSet<PathBuf>) -> BTreeSet<PathBuf> {
+    let text = |path: &Path| path.to_string_lossy().into_owned();
+    let own = |path: &PathBuf| {
+        let path = text(path);
+        let (own, _) = path.strip_suffix(".images")?.split_once(".kept-")?;
+        Some(own.to_owned())
+    };
+    let layered: Vec<String> = found.iter().filter_map(own).collect();
+    let is_part = |path: &str| {
+        let mut rests = layered
+            .iter()
+            .filter_map(|own| path.strip_prefix(own.as_str()));
+        rests.any(|rest| rest.starts_with(".d") || rest == ".vmdk")
+    };
+    let is_kept = |path: &PathBuf| text(path).contains(".kept-") || is_part(&text(path));
+    found
+        .iter()
+        .filter(|path| !is_kept(path))
+        .cloned()
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_kept_of_a_disk_with_snapshots_is_all_its_files_and_no_other_disks() {
+        let files = |all: &[&str]| all.iter().map(PathBuf::from).collect::<BTreeSet<_>>();
+        let delta = "/s/vm1-root.raw.d2-sesparse.vmdk";
+        let kept = [
+            "/s/vm1-root.raw.kept-7",
+            "/s/vm1-root.raw.kept-7.images",
+            delta,
+        ];
+        let others = ["/s/vm1-root.raw", "/s/vm2-root.raw.d1.vmdk"];
+        let all = [&kept[..], &others[..]].concat();
+        assert_eq!(but_kept(files(&all)), files(&others));
+        assert_eq!(but_kept(files(&[delta])), files(&[delta]));
+    }
 
     #[test]
     fn two_of_three_vms_have_a_disk() {

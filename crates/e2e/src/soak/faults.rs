@@ -6,9 +6,10 @@
 use crate::soak::checks::{Ended, Excuse, Violation, Whose};
 use crate::soak::disks::{path_in, store_of};
 use crate::soak::orders;
-use crate::soak::plan::{Act, Cut, Part, Place, Role, Round, Step};
+use crate::soak::plan::{Act, Cut, Method, Part, Place, Role, Round, Step};
 use crate::soak::rules;
 use crate::soak::site::Site;
+use crate::soak::snapshots;
 use crate::stack::{CONTINUE, KILL, Link, STOP, STORES, signal};
 use anyhow::{Context as _, Result};
 use godwit_testkit::interrupt;
@@ -66,6 +67,10 @@ pub struct Account {
     pub in_full: BTreeSet<&'static str>,
     /// Commands that did not end with exit code 0.
     pub in_vain: u32,
+    /// Those of them that were refused.
+    pub refused: u32,
+    /// Snapshots that were taken, as a person was told.
+    pub snapshots: u32,
     /// Disks that were held against what their guests were answered.
     pub disks_checked: usize,
     /// Whether a command was given that nobody answered: it may be carried out at any time.
@@ -110,6 +115,7 @@ impl<'a> Scene<'a> {
 
     /// Plays the round: its move, and its steps at their times.
     pub fn play(&mut self, round: &Round) -> Result<()> {
+        snapshots::begin(self, round)?;
         self.site.keep_copies()?;
         self.began = Instant::now();
         self.begin_move(round)?;
@@ -147,6 +153,7 @@ impl<'a> Scene<'a> {
             let code = ended.and_then(|ended| ended.code());
             self.account.begun.extend(begun(code, &output.stdout));
             self.account.unanswered |= code.is_none();
+            self.account.refused += u32::from(code == Some(orders::REFUSED));
             self.say(format!("{what}: {code:?} {said}"));
         }
         self.site.heal_all()
@@ -208,35 +215,48 @@ impl<'a> Scene<'a> {
     }
 
     /// Begins a move, and does not wait for its end.
-    pub fn migrate(&mut self, vm: &str, to: &str, cap_mbit: Option<u64>) -> Result<()> {
+    pub fn migrate(
+        &mut self,
+        vm: &str,
+        to: &str,
+        cap_mbit: Option<u64>,
+        method: Method,
+    ) -> Result<()> {
         let cap = cap_mbit.map(|cap| cap.to_string());
         let mut command = vec!["vm", "migrate", vm, "--to", to, "--detach", "--json"];
+        if method != Method::Mirror {
+            command.extend(["--method", method.name()]);
+        }
         command.extend(cap.iter().flat_map(|cap| ["--max-bandwidth", cap.as_str()]));
         self.spawn(&command)
     }
 
     /// Begins to move a VM's disk to the other datastore of its host, and does not wait for its end.
-    pub fn move_disk(&mut self, vm: &str) -> Result<()> {
+    pub fn move_disk(&mut self, vm: &str, method: Method) -> Result<()> {
         let view = self.site.ask(&["vm", "show", vm])?;
         let here = path_in(&view).and_then(store_of);
         let here = here.context("it has no disk in a datastore")?;
         let to = STORES.into_iter().find(|store| *store != here);
-        self.spawn(&[
-            "vm",
-            "move-disk",
-            vm,
-            "--to",
-            to.context("one store alone")?,
-        ])
+        let to = to.context("one store alone")?;
+        let mut command = vec!["vm", "move-disk", vm, "--to", to];
+        if method != Method::Mirror {
+            command.extend(["--method", method.name()]);
+        }
+        self.spawn(&command)
     }
 
     fn begin_move(&mut self, round: &Round) -> Result<()> {
         let vm = self.site.vms.get(round.vm).context("no such VM")?.clone();
         if round.in_place && self.site.disks.has(&vm) {
-            return self.move_disk(&vm);
+            return self.move_disk(&vm, round.method);
         }
         let to = self.host(&vm, Role::Destination)?;
-        self.migrate(&vm, &to, round.cap_mbit)
+        // A VM without a disk moves to another host in any case, for which not every method is.
+        let method = match self.site.disks.has(&vm) {
+            true => round.method,
+            false => Method::Mirror,
+        };
+        self.migrate(&vm, &to, round.cap_mbit, method)
     }
 
     /// Waits until so long after the begin; undoes meanwhile what is due.

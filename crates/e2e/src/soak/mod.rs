@@ -1,7 +1,8 @@
 //! A soak: the whole product on three test hosts is broken at random for a time, and looked at from outside.
 //!
 //! [`plan`] works out each round from a seed, [`faults`], [`orders`] and [`rules`] do it to the [`site`], [`watch`] looks at it
-//! meanwhile, [`meter`] tells a guest's CPU time from QEMU's own, [`settle`] waits until it has come to rest, [`checks`] judges, [`report`] tells. After a violation
+//! meanwhile, [`meter`] tells a guest's CPU time from QEMU's own, [`settle`] waits until it has come to rest, [`snapshots`] has each disk
+//! be one image again, [`checks`] judges, [`report`] tells. After a violation
 //! the site is built anew, so that each round stands for itself.
 
 pub mod checks;
@@ -14,6 +15,7 @@ pub mod report;
 pub mod rules;
 pub mod settle;
 pub mod site;
+pub mod snapshots;
 pub mod watch;
 
 use anyhow::{Context as _, Result};
@@ -226,6 +228,13 @@ fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
             return Ok(());
         }
     };
+    let (unmerged, log) = snapshots::tidy(site);
+    played.account.log.extend(log);
+    if !unmerged.is_empty() {
+        // Such a disk is held against nothing: what it holds is not in its own image alone.
+        played.violations.extend(unmerged);
+        return Ok(());
+    }
     let put_away = site.put_away(&homes)?;
     played.account.log.extend(put_away);
     played.violations.extend(settle::inspect(site, &homes));

@@ -7,12 +7,13 @@ use crate::soak::checks::{Ended, Kind, Violation, Whose};
 use crate::soak::faults::{Scene, Wish};
 use crate::soak::plan::{Order, Role, Step};
 use crate::soak::rules;
+use crate::soak::snapshots;
 use crate::stack::Ran;
 use anyhow::{Context as _, Result, ensure};
 use std::time::{Duration, Instant};
 
 /// Exit code of a refusal.
-const REFUSED: i32 = 3;
+pub const REFUSED: i32 = 3;
 /// Longest wait for something that a person waits for before the next command.
 pub const PATIENCE: Duration = Duration::from_secs(8);
 /// Longest wait until a host without power is shown as such.
@@ -32,13 +33,15 @@ pub fn give(scene: &mut Scene, step: &Step, order: Order, vm: &str) -> Result<()
         }
         Order::ForceStop => force_stop(scene, vm).map(drop),
         Order::Restart => restart(scene, vm),
-        Order::Migrate => {
+        Order::Migrate(method) => {
             let to = scene.host(vm, step.role)?;
-            scene.migrate(vm, &to, None)
+            scene.migrate(vm, &to, None, method)
         }
         Order::Cancel => cancel_all(scene, vm),
         Order::Recreate => recreate(scene, vm),
-        Order::MoveDisk => scene.move_disk(vm),
+        Order::MoveDisk(method) => scene.move_disk(vm, method),
+        Order::TakeSnapshot => snapshots::take(scene, vm),
+        Order::DeleteSnapshot => snapshots::delete(scene, step, vm),
         Order::FenceHost => fence_host(scene, step, vm),
         Order::ResolveFenced => resolve_fenced(scene, step, vm),
         Order::FalseWord => rules::false_word(scene, step, vm),
@@ -55,6 +58,7 @@ pub fn tell(scene: &mut Scene, command: &[&str]) -> Result<Ran> {
     scene.say(format!("{}: {:?} {said}", command.join(" "), ran.code));
     scene.account.unanswered |= ran.code.is_none();
     scene.account.in_vain += u32::from(ran.code != Some(0));
+    scene.account.refused += u32::from(ran.code == Some(REFUSED));
     Ok(ran)
 }
 

@@ -72,13 +72,17 @@ pub enum Order {
     /// `vm stop --force`, then `vm start`.
     Restart,
     /// `vm migrate` while it may be moving already.
-    Migrate,
+    Migrate(Method),
     /// `migration cancel` of what is under way.
     Cancel,
     /// `vm stop --force`, `vm delete`, `vm create`, `vm start`.
     Recreate,
     /// `vm move-disk` to the other datastore of its host.
-    MoveDisk,
+    MoveDisk(Method),
+    /// `vm snapshot create`, while there are fewer than are taken of one VM at most.
+    TakeSnapshot,
+    /// `vm snapshot delete` of one of those that there are.
+    DeleteSnapshot,
     /// The holder's power goes; `host fenced`, then `vm start --on` another host; the power comes back.
     FenceHost,
     /// The holder's power goes; `vm resolve` gives the VM to another host; the power comes back.
@@ -92,6 +96,31 @@ pub enum Order {
     /// A move whose destination's agent dies before it can report, then `vm start --on` a third host.
     StartWhileAway,
 }
+
+/// How disks are copied while their guests work with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Method {
+    Mirror,
+    DirtyTracking,
+    /// Refused of disks that have snapshots, and of those that move to another host.
+    Snapshot,
+}
+
+impl Method {
+    /// What `--method` calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mirror => "mirror",
+            Self::DirtyTracking => "dirty-tracking",
+            Self::Snapshot => "snapshot",
+        }
+    }
+}
+
+/// The group of faults about snapshots: with one of them, rounds begin with snapshots, too.
+const SNAPSHOTS: &str = "snapshots";
+/// The group of moves by other methods: with one of them, rounds' own moves go by each, too.
+const METHODS: &str = "methods";
 
 /// A row of the table.
 #[derive(Debug)]
@@ -135,7 +164,7 @@ const fn for_a_person(name: &'static str, group: &'static str, act: Act, weight:
 }
 
 /// All that can happen.
-pub static FAULTS: [Fault; 34] = [
+pub static FAULTS: [Fault; 39] = [
     fault("kill-agent", "kills", Act::Kill(Part::Agent), 4),
     fault("kill-controller", "kills", Act::Kill(Part::Controller), 4),
     fault("kill-vm-process", "kills", Act::Kill(Part::VmProcess), 4),
@@ -170,9 +199,19 @@ pub static FAULTS: [Fault; 34] = [
     fault("stop", "commands", Act::Person(Order::Stop), 1),
     fault("force-stop", "commands", Act::Person(Order::ForceStop), 2),
     fault("restart", "commands", Act::Person(Order::Restart), 2),
-    fault("migrate", "commands", Act::Person(Order::Migrate), 3),
+    fault(
+        "migrate",
+        "commands",
+        Act::Person(Order::Migrate(Method::Mirror)),
+        3,
+    ),
     fault("cancel", "commands", Act::Person(Order::Cancel), 3),
-    fault("move-disk", "commands", Act::Person(Order::MoveDisk), 3),
+    fault(
+        "move-disk",
+        "commands",
+        Act::Person(Order::MoveDisk(Method::Mirror)),
+        3,
+    ),
     heavy("recreate", "commands", Act::Person(Order::Recreate), 2),
     heavy("false-word", "operator", Act::Person(Order::FalseWord), 3),
     heavy("boot-alone", "operator", Act::Person(Order::BootAlone), 2),
@@ -188,6 +227,36 @@ pub static FAULTS: [Fault; 34] = [
         "start-while-away",
         "operator",
         Act::Person(Order::StartWhileAway),
+        3,
+    ),
+    fault(
+        "take-snapshot",
+        SNAPSHOTS,
+        Act::Person(Order::TakeSnapshot),
+        4,
+    ),
+    fault(
+        "delete-snapshot",
+        SNAPSHOTS,
+        Act::Person(Order::DeleteSnapshot),
+        4,
+    ),
+    fault(
+        "migrate-dirty",
+        METHODS,
+        Act::Person(Order::Migrate(Method::DirtyTracking)),
+        2,
+    ),
+    fault(
+        "move-disk-dirty",
+        METHODS,
+        Act::Person(Order::MoveDisk(Method::DirtyTracking)),
+        2,
+    ),
+    fault(
+        "move-disk-logs",
+        METHODS,
+        Act::Person(Order::MoveDisk(Method::Snapshot)),
         3,
     ),
 ];
@@ -227,6 +296,10 @@ pub struct Round {
     pub cap_mbit: Option<u64>,
     /// Whether the VM's disk, where it has one, moves to the other datastore of its host in the place of that.
     pub in_place: bool,
+    /// How that copies the disk.
+    pub method: Method,
+    /// How many snapshots of the disk are taken before it moves.
+    pub snapshots: usize,
     /// What happens, in order of time.
     pub steps: Vec<Step>,
 }
@@ -280,12 +353,28 @@ impl Round {
         }
         steps.sort_by_key(|step| step.at_ms);
         let in_place = dice.below(3) == 0;
+        // Drawn last: without them a plan is what it was before there were these.
+        let snapshots = [0, 0, 1, 2][dice.below(4)];
+        let fourth = match in_place {
+            true => Method::Snapshot,
+            // That one is refused of what goes to another host.
+            false => Method::Mirror,
+        };
+        let method = [
+            Method::Mirror,
+            Method::Mirror,
+            Method::DirtyTracking,
+            fourth,
+        ][dice.below(4)];
+        let may = |group: &str| faults.iter().any(|fault| fault.group == group);
         Self {
             number,
             vm,
             destination,
             cap_mbit,
             in_place,
+            method: if may(METHODS) { method } else { Method::Mirror },
+            snapshots: if may(SNAPSHOTS) { snapshots } else { 0 },
             steps,
         }
     }
@@ -309,6 +398,12 @@ impl std::fmt::Display for Round {
         } else {
             names.join(" + ")
         };
+        if self.snapshots > 0 {
+            write!(f, "snapshots: {}, ", self.snapshots)?;
+        }
+        if self.method != Method::Mirror {
+            write!(f, "by {}, ", self.method.name())?;
+        }
         write!(f, "{names}")
     }
 }
@@ -435,6 +530,25 @@ mod tests {
                 .contains("kill-agent")
         );
         assert!(Round::plan(1, 1, &[], 3).steps.is_empty());
+    }
+
+    #[test]
+    fn a_plan_without_snapshots_and_methods_has_none_of_them_and_with_them_most_moves_are_as_before()
+     {
+        let without = choose(&[], &[SNAPSHOTS.into(), METHODS.into()]).unwrap();
+        assert_eq!(without.len(), FAULTS.len() - 5);
+        let rounds = 400;
+        let (mut mirrored, mut with_snapshots) = (0, 0);
+        for number in 0..rounds {
+            let old = Round::plan(3, number, &without, 3);
+            assert_eq!((old.method, old.snapshots), (Method::Mirror, 0));
+            let new = Round::plan(3, number, &all(), 3);
+            assert!(new.in_place || new.method != Method::Snapshot, "{new:?}");
+            mirrored += u32::from(new.method == Method::Mirror);
+            with_snapshots += u32::from(new.snapshots > 0);
+        }
+        assert!(mirrored * 3 > rounds, "{mirrored} of {rounds}");
+        assert!(with_snapshots * 4 > rounds, "{with_snapshots} of {rounds}");
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub struct Report {
     rounds: u32,
     violations: u64,
     disks_checked: usize,
+    snapshots: u64,
+    refused: u64,
     kinds: BTreeMap<String, u64>,
     faults: BTreeMap<&'static str, BTreeMap<Outcome, u64>>,
     in_full: BTreeMap<&'static str, u64>,
@@ -66,6 +68,8 @@ impl Report {
         self.rounds += 1;
         self.violations += record.violations.len() as u64;
         self.disks_checked += record.account.disks_checked;
+        self.snapshots += u64::from(record.account.snapshots);
+        self.refused += u64::from(record.account.refused);
         for violation in &record.violations {
             *self.kinds.entry(violation.kind.to_string()).or_default() += 1;
         }
@@ -111,6 +115,11 @@ impl Report {
         }
         let (rounds, disks) = (self.rounds, self.disks_checked);
         let _ = write!(text, "\n\nrounds: {rounds}\ndisks checked: {disks}");
+        let (snapshots, refused) = (self.snapshots, self.refused);
+        let _ = write!(
+            text,
+            "\nsnapshots taken: {snapshots}\ncommands refused: {refused}"
+        );
         for (kind, count) in &self.kinds {
             let _ = write!(text, "\n{kind}: {count}");
         }
