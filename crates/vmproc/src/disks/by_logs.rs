@@ -528,7 +528,7 @@ impl ByLogs<'_> {
 }
 
 /// Refuses to take what is for disks that are in use.
-fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
+pub(super) fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
     let found = fstatvfs(file)?;
     let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
     let free = of(found.f_bavail);
@@ -545,14 +545,14 @@ fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stop
 }
 
 /// The image that is log `number` of a disk that consists of its own image and logs alone.
-fn log_of(images: &Images, number: u32) -> Option<String> {
+pub(super) fn log_of(images: &Images, number: u32) -> Option<String> {
     let chain = images.chain(&images.top);
     let place = chain.len().checked_sub(1 + number as usize)?;
     chain.get(place).map(|name| (*name).to_owned())
 }
 
 /// What of a disk of so many bytes is not among these, which are in order.
-fn but(holes: &[Range<u64>], bytes: u64) -> Vec<Range<u64>> {
+pub(super) fn but(holes: &[Range<u64>], bytes: u64) -> Vec<Range<u64>> {
     let (mut data, mut at) = (Vec::new(), 0);
     let end = bytes..bytes;
     for hole in holes.iter().chain([&end]) {
