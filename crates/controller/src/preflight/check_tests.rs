@@ -219,3 +219,28 @@ fn a_request_may_not_lower_the_encryption_that_a_vm_requires() {
     assert_eq!(refusals(&facts), []);
     assert_eq!(check(&facts).1, Cipher::None);
 }
+
+#[test]
+fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
+    let specs = [
+        ("root", "/srv/root.raw"),
+        ("data", "/srv/data.raw"),
+        ("log", "/dev/vg0/log"),
+    ]
+    .map(|(name, path)| DiskSpec::new(name, path));
+    let disks = ["root", "data", "log"].map(|name| DiskToMove {
+        layered: name == "data",
+        name: name.to_owned(),
+        bytes: 1 << 30,
+        used_bytes: 0,
+    });
+    let source = HostName::new("a").unwrap();
+    let refused = without_logs(&specs, &source, &disks);
+    let told: Vec<&str> = refused.iter().map(|one| one.message.as_str()).collect();
+    assert!(told.len() == 2, "{told:?}");
+    assert!(
+        told[0].contains("'data' consists of several images"),
+        "{told:?}"
+    );
+    assert!(told[1].contains("'log' is on a block device"), "{told:?}");
+}
