@@ -116,9 +116,9 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
     }
 }
 
-/// How long the guest stands still for the last blocks of its disks by dirty block tracking nobody foretells, but only how long at most.
+/// How long the guest stands still for the last blocks of its disks by dirty block tracking, or for its last redo logs, nobody foretells, but only how long at most.
 fn add_last_blocks(report: &mut PreflightReport, has_disks: bool, request: &MigrateRequest) {
-    if request.method != Method::DirtyTracking || !has_disks {
+    if request.method == Method::Mirror || !has_disks {
         return;
     }
     let what =
@@ -284,7 +284,6 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
 
 fn check_method(request: &MigrateRequest) -> Outcome<()> {
     let checked = request.method.check_without(&request.without);
-    let checked = checked.and_then(|()| request.method.check_between_hosts());
     checked.or_else(|why| refuse(ErrorCode::InvalidRequest, why))
 }
 
@@ -523,7 +522,7 @@ mod tests {
     use godwit_types::HostName;
 
     #[test]
-    fn a_pause_that_dirty_tracking_makes_longer_is_not_promised() {
+    fn a_pause_that_a_method_makes_longer_is_not_promised() {
         let plain = MigrateRequest {
             max_downtime_ms: Some(20),
             must_keep: true,
@@ -531,6 +530,10 @@ mod tests {
         };
         let tracked = MigrateRequest {
             method: Method::DirtyTracking,
+            ..plain.clone()
+        };
+        let by_logs = MigrateRequest {
+            method: Method::Snapshot,
             ..plain.clone()
         };
         let patient = MigrateRequest {
@@ -541,6 +544,7 @@ mod tests {
             (&plain, true, 0, true),
             (&tracked, false, 0, true),
             (&tracked, true, 1, false),
+            (&by_logs, true, 1, false),
             (&patient, true, 1, true),
         ] {
             let mut report = PreflightReport::default();

@@ -259,6 +259,21 @@ impl Redo {
         }
     }
 
+    /// The guest could be held and was not, since something else was not ready, and the log that it writes to holds so many bytes by now, which are
+    /// too many: another log is put over.
+    pub fn grown(&mut self, top_bytes: u64) {
+        if self.step != Step::Hold {
+            return;
+        }
+        self.slows_to = None;
+        let wait_s = self.wait_s(top_bytes);
+        match self.top >= LOGS_MAX {
+            true if wait_s > self.limit_s() => self.step = Step::GiveUp(Why::TooMuch { wait_s }),
+            true => {}
+            false => self.another_log(),
+        }
+    }
+
     fn another_log(&mut self) {
         let next = self.top + 1;
         self.step = match planted!(self, PutOverBeforeMade) {
@@ -339,6 +354,30 @@ mod tests {
         assert_eq!(redo.slows_to(), Some(WANTED / 2.0));
         consolidates(&mut redo, (4000, 40.0), 2000);
         assert_eq!((redo.step(), redo.slows_to()), (Step::Make(5), None));
+    }
+
+    #[test]
+    fn a_log_that_has_grown_before_its_guest_was_held_gets_another_one_over_it_while_there_may_be_one()
+     {
+        let mut redo = copied(1);
+        redo.grown(300 * MIB);
+        assert_eq!(redo.step(), Step::Make(2));
+        redo.grown(300 * MIB);
+        assert_eq!(
+            redo.step(),
+            Step::Make(2),
+            "nothing but a wait is broken off"
+        );
+        consolidates(&mut redo, (300, 3.0), 1);
+        for _ in 2..LOGS_MAX {
+            redo.grown(300 * MIB);
+            consolidates(&mut redo, (300, 3.0), 1);
+        }
+        assert_eq!((redo.step(), redo.logs()), (Step::Hold, LOGS_MAX));
+        redo.grown(300 * MIB);
+        assert_eq!(redo.step(), Step::Hold, "it may be held for that");
+        redo.grown(3000 * MIB);
+        assert!(matches!(redo.step(), Step::GiveUp(Why::TooMuch { .. })));
     }
 
     #[test]

@@ -79,16 +79,6 @@ impl Method {
             ),
         }
     }
-
-    /// Disks go to another host by the methods that need no part of them at the destination before they are there.
-    pub fn check_between_hosts(self) -> Result<(), String> {
-        match self {
-            Self::Mirror | Self::DirtyTracking => Ok(()),
-            Self::Snapshot => Err(
-                "the method snapshot moves disks on their host alone ('godwit vm move-disk'): its redo logs would lie on a host that cannot be reached where the link fails; leave out --method ('method', over REST)".to_owned(),
-            ),
-        }
-    }
 }
 
 /// Moves disks of a VM that runs to a datastore of its host.
@@ -304,16 +294,13 @@ mod tests {
     }
 
     #[test]
-    fn only_snapshots_have_a_first_log_and_none_goes_to_another_host() {
+    fn only_snapshots_have_a_first_log() {
         for method in [Method::Mirror, Method::DirtyTracking] {
             let why = method.check_first_log(FirstLog::Source).unwrap_err();
             assert!(why.contains("--method snapshot"), "{why}");
             assert_eq!(method.check_first_log(FirstLog::default()), Ok(()));
-            assert_eq!(method.check_between_hosts(), Ok(()));
         }
         assert_eq!(Method::Snapshot.check_first_log(FirstLog::Source), Ok(()));
-        let why = Method::Snapshot.check_between_hosts().unwrap_err();
-        assert!(why.contains("godwit vm move-disk"), "{why}");
     }
 
     /// An older neighbour understands a wish that names no method, and refuses one that names another than its own.

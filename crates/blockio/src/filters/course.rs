@@ -135,6 +135,11 @@ impl Course {
         std::mem::take(&mut *lost)
     }
 
+    /// Whether something was lost and not taken yet.
+    pub fn has_lost(&self) -> bool {
+        !lock(&self.0.lost).is_empty()
+    }
+
     /// Bytes that are still to be copied.
     pub fn left_bytes(&self) -> u64 {
         self.0.left_bytes.load(Ordering::Relaxed)

@@ -316,7 +316,7 @@ pub enum DiskMethod {
     Mirror,
     /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for about 5 s at most; where it writes too much for that the disk stays where it is
     DirtyTracking,
-    /// For the laboratory: what the guest writes goes to redo logs, which are consolidated into the copy one after the other, and its requests wait for the last one, for about 5 s at most; for disks that stay on their host, without snapshots
+    /// For the laboratory: what the guest writes goes to redo logs, which are consolidated into the copy one after the other, and its requests wait for the last one, for about 5 s at most; for disks without snapshots
     Snapshot,
 }
 
@@ -441,7 +441,7 @@ pub struct VmMigrate {
         value_name = "METHOD",
         value_enum,
         default_value_t,
-        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough. The method snapshot is for disks that stay on their host, and refused here"
+        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking and snapshot the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough. With snapshot all redo logs lie beside the images that the disks have, which may have no snapshots, and be linked to no other image"
     )]
     pub method: DiskMethod,
     /// For the laboratory: also marks what is still to be read

@@ -13,7 +13,7 @@ use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
 use godwit_types::version::{Build, MIGRATION_WITH_SNAPSHOTS, Speaks, cannot_migrate};
-use godwit_types::vm::{Accelerator, EncryptionMode};
+use godwit_types::vm::{Accelerator, DiskSpec, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -218,6 +218,25 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
         disk.name, facts.vm.spec.name, destination.name, destination.version, vm.version
     );
     Some(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.name))
+}
+
+/// Disks that do not go along by redo logs, which lie beside their images and take nothing along that lies there already.
+pub(super) fn without_logs(
+    specs: &[DiskSpec],
+    source: &HostName,
+    disks: &[DiskToMove],
+) -> Vec<ApiError> {
+    let refused = specs.iter().filter(|spec| spec.goes_along()).filter_map(|spec| {
+        let mut named = disks.iter().filter(|disk| disk.name == spec.name);
+        let why = match is_device_path(&spec.path) {
+            true => "is on a block device, beside which there is no place for redo logs",
+            false if named.any(|disk| disk.layered || disk.linked.is_some()) => "consists of several images, since it has snapshots, or images of deleted ones or redo logs that are not merged yet, or is linked to another image, and redo logs take none along",
+            false => return None,
+        };
+        let message = format!("disk '{}' {why}: leave out --method ('method', over REST), or see to what 'godwit vm snapshot list' tells", spec.name);
+        Some(ApiError::new(ErrorCode::Preflight, message).on_host(source))
+    });
+    refused.collect()
 }
 
 fn no_common_family(source: &HostInfo, destination: &HostInfo) -> Option<ApiError> {

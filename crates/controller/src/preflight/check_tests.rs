@@ -266,3 +266,40 @@ fn it_is_said_whether_a_linked_disk_stays_so_and_one_that_may_not_become_one_ima
     let message = &report.refusals[0].message;
     assert!(message.contains("/srv/base.raw") && message.contains("has snapshots"));
 }
+
+#[test]
+fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
+    let specs = [
+        ("root", "/srv/root.raw"),
+        ("data", "/srv/data.raw"),
+        ("log", "/dev/vg0/log"),
+        ("swap", "/srv/swap.raw"),
+    ]
+    .map(|(name, path)| DiskSpec::new(name, path));
+    let one = |name: &str| DiskToMove {
+        layered: name == "data",
+        name: name.to_owned(),
+        bytes: 1 << 30,
+        used_bytes: 0,
+        linked: None,
+    };
+    // Its own image is one alone there, and here lies over another one.
+    let becomes_one = DiskToMove {
+        name: "swap".to_owned(),
+        ..linked(false).as_one_image()
+    };
+    let disks = [one("root"), one("data"), one("log"), becomes_one];
+    let source = HostName::new("a").unwrap();
+    let refused = without_logs(&specs, &source, &disks);
+    let told: Vec<&str> = refused.iter().map(|one| one.message.as_str()).collect();
+    assert!(told.len() == 3, "{told:?}");
+    assert!(
+        told[0].contains("'data' consists of several images"),
+        "{told:?}"
+    );
+    assert!(told[1].contains("'log' is on a block device"), "{told:?}");
+    assert!(
+        told[2].contains("'swap' consists of several images"),
+        "{told:?}"
+    );
+}

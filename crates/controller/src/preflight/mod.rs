@@ -18,6 +18,7 @@ use crate::reconcile::refresh;
 use crate::secret;
 use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
+use godwit_types::disk_move::Method;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest, UefiSizes};
 use godwit_types::migration::{Cipher, DiskToMove, MigrateRequest, PreflightReport};
@@ -79,7 +80,11 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         stay_linked: Vec::new(),
     };
     ask_source(app, (name, request), &mut facts, &source, &destination).await?;
-    let (report, cipher) = check::check(&facts);
+    let (mut report, cipher) = check::check(&facts);
+    if request.method == Method::Snapshot {
+        let refused = check::without_logs(&facts.vm.spec.disks, &source.host, &facts.disks);
+        report.refusals.extend(refused);
+    }
     Ok(Preflight {
         source,
         destination,

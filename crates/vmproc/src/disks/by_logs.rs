@@ -486,7 +486,7 @@ impl ByLogs<'_> {
 }
 
 /// Refuses to take what is for disks that are in use.
-fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
+pub(super) fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
     let found = fstatvfs(file)?;
     let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
     let free = of(found.f_bavail);
@@ -503,7 +503,7 @@ fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stop
 }
 
 /// The image that is log `number` of a disk that consists of logs alone and of its own image, or of what it is linked to and what was written over that.
-fn log_of(images: &Images, number: u32) -> Option<String> {
+pub(super) fn log_of(images: &Images, number: u32) -> Option<String> {
     let chain = images.chain(&images.top);
     let below = if images.common().is_some() { 2 } else { 1 };
     let place = chain.len().checked_sub(below + number as usize)?;

@@ -8,9 +8,9 @@
 //!
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
+use super::holes::{begin_copying, begin_copying_all, open_disk_image};
 use super::layers::Place;
 use super::linked::{not_told_of, stays_with_snapshots};
-use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::parts::Parts;
 use super::served::Served;
 use super::tidying::Paused;

@@ -4,9 +4,9 @@
 //! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
-use super::holes::holes;
 use super::images::{give_names, keep_names};
 use super::leaving::{Below, Leaving, Taken};
+use super::logs_away::LogsAway;
 use super::parts::Parts;
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
@@ -15,9 +15,9 @@ use super::tracked::filter_for;
 use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
-use godwit_blockio::filters::{Bottleneck, Course, Pace, WaitTimes};
+use godwit_blockio::filters::{Bottleneck, Course, Outlet, Pace, WaitTimes};
 use godwit_blockio::{Arriving, Filter, NO_NEARER};
-use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
+use godwit_qemu::disk::{is_taken, must_be_free};
 use godwit_streams::source::Changes;
 use godwit_tracking::{Decision, last_copy_limit_s};
 use godwit_types::datastore::is_device_path;
@@ -27,8 +27,6 @@ use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use godwit_wire::BELOW;
-use std::fs::File;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -62,6 +60,10 @@ pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
     method: Method,
+    /// Of which migration.
+    migration: MigrationId,
+    /// Where they go by redo logs.
+    logs: Option<LogsAway>,
     /// What lies below the tops of those with snapshots.
     pub(super) below: Option<Below>,
     pub(super) pace: Pace,
@@ -78,8 +80,6 @@ impl Disks {
         spec: &MigrationSpec,
         cap_bytes_per_s: Option<f64>,
     ) -> Result<Option<SourceDisks>, ApiError> {
-        let may = spec.method.check_between_hosts();
-        may.map_err(|why| ApiError::new(ErrorCode::InvalidRequest, why))?;
         let what = self.0.what();
         let all = what.with_images().enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
@@ -93,6 +93,8 @@ impl Disks {
             changes: Changes::default(),
             disks: Vec::new(),
             method: spec.method,
+            migration: spec.id.clone(),
+            logs: (spec.method == Method::Snapshot).then(|| LogsAway::of(&self.0)),
             below: None,
             pace: Pace::at_most(cap_bytes_per_s),
             all: self.clone(),
@@ -120,11 +122,8 @@ impl Disks {
             let named = named(spec, disk)?;
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course).map_err(internal)?;
-            let taken = leaving.take(&self.0, (place, disk), (image, named))?;
-            let outlet = taken.outlet(outlet);
-            let filter = filter_for((spec.method, &spec.without), named.bytes, outlet, &course);
-            let served = self.0.disk(index).ok();
-            put((served.as_deref(), named.bytes), disk, filter)?;
+            let (ways, one) = ((&mut source.logs, &mut leaving), (image, named));
+            let taken = self.take_along(spec, ways, (place, disk), one, (outlet, &course))?;
             source.disks.push(Along {
                 place,
                 spec: disk.clone(),
@@ -140,6 +139,28 @@ impl Disks {
         }
         source.below = leaving.all();
         Ok(Some(source))
+    }
+
+    /// Has what the guest writes to a disk go to the other host, too. Returns what else is to be copied of it.
+    fn take_along(
+        &self,
+        spec: &MigrationSpec,
+        (logs, leaving): (&mut Option<LogsAway>, &mut Leaving),
+        (place, disk): (u8, &DiskSpec),
+        (image, named): ((u64, u64), &DiskToMove),
+        (outlet, course): (Box<dyn Outlet>, &Course),
+    ) -> Result<Taken, ApiError> {
+        let index = usize::from(place);
+        if let Some(logs) = logs {
+            logs.take((index, disk), (image, named), (outlet, course))?;
+            return Ok(Taken::Image);
+        }
+        let taken = leaving.take(&self.0, (place, disk), (image, named))?;
+        let outlet = taken.outlet(outlet);
+        let filter = filter_for((spec.method, &spec.without), named.bytes, outlet, course);
+        let served = self.0.disk(index).ok();
+        put((served.as_deref(), named.bytes), disk, filter)?;
+        Ok(taken)
     }
 
     /// Lets the other host have what is on shared storage. The guest stands still, and nothing is under way.
@@ -337,6 +358,9 @@ impl Served {
 impl SourceDisks {
     /// Lets the copying begin. Returns the bytes that are to be copied.
     pub(crate) fn begin(&self) -> u64 {
+        if let Some(logs) = &self.logs {
+            return logs.begin(&self.changes, &self.migration);
+        }
         let begin = |disk: &Along| {
             let of = (&disk.spec, disk.image);
             disk.taken.begin(of, disk.bytes, &disk.course)
@@ -346,6 +370,9 @@ impl SourceDisks {
 
     /// Bytes that are still to be copied.
     pub(crate) fn left_bytes(&self) -> u64 {
+        if let Some(logs) = &self.logs {
+            return logs.left_bytes();
+        }
         let left = self.disks.iter().map(|disk| disk.course.left_bytes());
         left.sum()
     }
@@ -366,6 +393,9 @@ impl SourceDisks {
 
     /// Whether both hosts' images are equal but for what is under way.
     pub(crate) fn are_synchronised(&self) -> bool {
+        if let Some(logs) = &self.logs {
+            return logs.are_equal();
+        }
         let mut disks = self.disks.iter();
         let are = disks.all(|disk| disk.course.is_synchronised());
         let mut since = lock(&self.synchronised);
@@ -373,13 +403,16 @@ impl SourceDisks {
         are
     }
 
-    /// Whether what the guest writes is marked and copied again, so that it has to be stopped before both hosts' images are equal.
+    /// Whether what the guest writes is marked and copied again, or sent log after log, so that it has to be stopped before both hosts' images are equal.
     pub(crate) fn are_tracked(&self) -> bool {
-        self.method == Method::DirtyTracking
+        self.method != Method::Mirror
     }
 
     /// Whether memory may follow: both hosts' images are equal, or so few blocks are marked that a guest may stand still for them.
     pub(crate) fn are_ready(&self) -> bool {
+        if let Some(logs) = &self.logs {
+            return logs.are_ready();
+        }
         if !self.are_tracked() {
             return self.are_synchronised();
         }
@@ -410,16 +443,21 @@ impl SourceDisks {
     /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
     pub(crate) fn close(&self) {
         self.disks.iter().for_each(|disk| disk.course.close());
+        self.logs.iter().for_each(LogsAway::turn);
     }
 
     /// A guest that goes on here finds them so.
     pub(crate) fn open(&self) {
         self.disks.iter().for_each(|disk| disk.course.open());
+        self.logs.iter().for_each(LogsAway::turn);
     }
 
     /// What becomes less as long as anything is copied: of each disk whose writes are tracked, nothing where nothing is waited for; of
     /// mirrored ones together.
     pub(super) fn not_copied(&self) -> Vec<Option<u64>> {
+        if let Some(logs) = &self.logs {
+            return vec![logs.not_copied()];
+        }
         if !self.are_tracked() {
             return vec![Some(self.left_bytes())];
         }
@@ -433,7 +471,8 @@ impl SourceDisks {
 
     /// Why what is at this place of [`Self::not_copied`] is given up.
     pub(super) fn stalled(&self, place: usize) -> String {
-        let one = self.disks.get(place).filter(|_| self.are_tracked());
+        let is_alone = self.are_tracked() && self.logs.is_none();
+        let one = self.disks.get(place).filter(|_| is_alone);
         let (what, left) = match one {
             Some(disk) => (
                 format!("disk '{}' gets", disk.spec.name),
@@ -450,6 +489,9 @@ impl SourceDisks {
 
     /// Whether so little is under way that the guest can be stopped for it.
     pub(crate) fn are_close(&self) -> bool {
+        if let Some(logs) = &self.logs {
+            return logs.are_close(self.last_copy_limit_s());
+        }
         if self.are_tracked() {
             return self.are_ready();
         }
@@ -461,6 +503,9 @@ impl SourceDisks {
 
     /// Why one cannot be copied.
     pub(crate) fn failure(&self) -> Option<String> {
+        if let Some(why) = self.logs.as_ref().and_then(LogsAway::failure) {
+            return Some(why);
+        }
         if let Some(why) = self.below.as_ref().and_then(Below::failure) {
             return Some(why);
         }
@@ -509,51 +554,6 @@ impl Drop for SourceDisks {
             self.note_read();
         }
     }
-}
-
-/// The image of a disk, to look at.
-pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File, String> {
-    let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
-    // A volume is named by a link to its device.
-    let device = is_device_path(&spec.path).then(|| Path::new(&spec.path).canonicalize());
-    let device = device.transpose().map_err(|error| told(&error))?;
-    let path = device.as_deref().unwrap_or(Path::new(&spec.path));
-    let file = open_to_look(path).map_err(|error| told(&error))?;
-    let found = identity_of_open(&file).map_err(|error| told(&error))?;
-    match found == image {
-        true => Ok(file),
-        false => Err(told(&"it is another file than the guest's")),
-    }
-}
-
-/// Lets the copying of a disk begin: what is a hole is not copied; all is where that cannot be looked at. Returns the bytes
-/// that are to be copied.
-pub(super) fn begin_copying(
-    (spec, image): (&DiskSpec, (u64, u64)),
-    bytes: u64,
-    course: &Course,
-) -> u64 {
-    let holes = holes(spec, image, bytes).unwrap_or_else(|error| {
-        tracing::warn!(
-            disk = spec.name,
-            error,
-            "all of a disk is copied, since its holes are not known"
-        );
-        Vec::new()
-    });
-    begin_copying_but(holes, bytes, course)
-}
-
-/// The same of all of it.
-pub(super) fn begin_copying_all(bytes: u64, course: &Course) -> u64 {
-    begin_copying_but(Vec::new(), bytes, course)
-}
-
-/// The same of what is in none of these places.
-pub(super) fn begin_copying_but(holes: Vec<Range<u64>>, bytes: u64, course: &Course) -> u64 {
-    let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
-    course.begin(holes);
-    bytes.saturating_sub(empty)
 }
 
 #[cfg(test)]

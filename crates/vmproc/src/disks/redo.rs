@@ -121,6 +121,8 @@ pub(super) struct Logs {
     /// and what the names of logs there begin with.
     stem: String,
     first: FirstLog,
+    /// Whether all of them lie beside the disk's own image: it goes to another host, of which the disk must need nothing.
+    stays: bool,
     /// The image to which the guest wrote before: the disk's own, or, of a linked disk, what lies over the one to which it is linked.
     over: String,
     /// How long the guest's requests waited while logs were put over the disk.
@@ -147,15 +149,30 @@ impl Logs {
             directory: directory.to_owned(),
             stem: format!("{name}{MOVING}{moment:x}{}", made.text()),
             first: place.first_log,
+            stays: false,
             over: over.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
         })
     }
 
+    /// Of a disk that goes to another host, over its own image of this name.
+    fn here(own: &str) -> Self {
+        Self {
+            directory: String::new(),
+            stem: String::new(),
+            first: FirstLog::Source,
+            stays: true,
+            over: own.to_owned(),
+            frozen: Duration::ZERO,
+            spans: None,
+        }
+    }
+
     /// Where log `number` lies, and how it is called, if that is not beside the disk's own image.
     fn place_of(&self, number: u32) -> Option<(String, String)> {
-        let beside_former = number <= 1 && self.first == FirstLog::Source;
+        let is_first_here = number <= 1 && self.first == FirstLog::Source;
+        let beside_former = self.stays || is_first_here;
         let name = Images::name_of(&self.stem, number.into());
         (!beside_former).then(|| (self.directory.clone(), name))
     }
@@ -235,11 +252,27 @@ impl Served {
         self.put_logs(&names, 1)
     }
 
+    /// From here on nothing of these is tidied, which go to another host. Their logs are put over them one after the other, the first one over their own
+    /// images.
+    pub(super) fn begin_logs_here<'a>(&self, disks: impl Iterator<Item = &'a DiskSpec>) {
+        let here = disks.map(|spec| {
+            let own = Path::new(&spec.path).file_name();
+            let own = own.and_then(|name| name.to_str()).unwrap_or_default();
+            (spec.name.clone(), Logs::here(own))
+        });
+        lock(&self.by_logs).extend(here);
+    }
+
     /// These move no more, and those of them that moved by logs are tidied.
     pub(super) fn end_logs(self: &Arc<Self>, places: &[DiskPlace]) {
+        let names: Vec<&str> = places.iter().map(|place| place.disk.as_str()).collect();
+        self.end_logs_of(&names);
+    }
+
+    pub(super) fn end_logs_of(self: &Arc<Self>, names: &[&str]) {
         let mut by_logs = lock(&self.by_logs);
         let known = by_logs.len();
-        by_logs.retain(|disk, _| places.iter().all(|place| place.disk != *disk));
+        by_logs.retain(|disk, _| !names.contains(&disk.as_str()));
         let ended = by_logs.len() < known;
         drop(by_logs);
         if ended {
@@ -401,6 +434,7 @@ mod tests {
             directory: "/srv/fast".to_owned(),
             stem: "new.raw.moving-1".to_owned(),
             first,
+            stays: false,
             over: OWN.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
@@ -497,6 +531,7 @@ mod tests {
         assert!(here.are_all_of(&first, 1) && here.are_all_of(&second, 2));
         assert!(!there.are_all_of(&first, 1));
     }
+
     #[test]
     fn a_linked_disk_that_moves_consists_of_two_images_more_and_the_logs_alone() {
         let (id, mark) = ("9".repeat(32), "5".repeat(32));
@@ -530,5 +565,16 @@ mod tests {
             };
             assert!(!of_own.are_all_of(&second, 2));
         }
+    }
+
+    #[test]
+    fn all_logs_of_a_disk_that_goes_to_another_host_lie_beside_its_own_image() {
+        let here = Logs::here(OWN);
+        let one = Images::of_one(OWN, 4096, &"5".repeat(32));
+        let first = under(&one, "root.raw.d1", None);
+        let second = under(&first, "root.raw.d2", None);
+        assert!(here.are_all_of(&first, 1) && here.are_all_of(&second, 2));
+        let away = under(&first, "new.raw.moving-1.d2", Some("/srv/fast"));
+        assert!(!here.are_all_of(&away, 2));
     }
 }

@@ -4,8 +4,8 @@
 //! does not hold.
 
 use super::claim::Taking;
+use super::holes::{begin_copying, begin_copying_all, open_disk_image};
 use super::labelled::name_in;
-use super::moving::{begin_copying, begin_copying_all, open_disk_image};
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
 use super::tracked::filter_for;

@@ -7,9 +7,9 @@
 //! Owns nothing beyond the move. Refuses: images that other VMs have, too, places on block devices, and names that are taken.
 
 use super::described::not_done;
+use super::holes::{begin_copying_but, open_disk_image};
 use super::layers::{Place, boot, id_of, opening, random_number};
 use super::linked::stays_over;
-use super::moving::{begin_copying_but, open_disk_image};
 use super::parts::{Part, Parts};
 use super::served::Served;
 use super::snapshots::All;
