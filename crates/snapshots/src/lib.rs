@@ -15,11 +15,11 @@
 
 #![forbid(unsafe_code)]
 
+mod another_place;
 mod check;
-mod elsewhere;
 mod tidying;
 
-pub use elsewhere::Elsewhere;
+pub use another_place::AnotherPlace;
 pub use tidying::Tidying;
 
 use godwit_types::plant::planted;

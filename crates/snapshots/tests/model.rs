@@ -195,7 +195,7 @@ impl World {
         let (mark, id) = ("6".repeat(32), format!("{:032x}", u64::MAX));
         let there = self
             .images
-            .elsewhere("disk", (self.images.next, &mark), &id);
+            .at_another_place("disk", (self.images.next, &mark), &id);
         let is_own = !self.files.contains_key(COMMON);
         let there = match there {
             Ok(there) if is_own => there,

@@ -19,7 +19,7 @@ use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Arriving, Image};
 use godwit_delta::Layout;
 use godwit_qemu::disk::identity_of_open;
-use godwit_snapshots::{Elsewhere, Images};
+use godwit_snapshots::{AnotherPlace, Images};
 use godwit_store::{json_of, save_json};
 use godwit_types::ApiError;
 use godwit_types::migration::MigrationSpec;
@@ -116,7 +116,7 @@ impl Served {
         }
         let (mark, top_id) = (random_number()?, random_number()?);
         let numbered = (here.first_number()?, &*mark);
-        let elsewhere = images.elsewhere(here.file_name()?, numbered, &top_id)?;
+        let elsewhere = images.at_another_place(here.file_name()?, numbered, &top_id)?;
         let made = self.make_coming(&here, &elsewhere)?;
         let over = elsewhere.names.values().filter_map(|name| {
             let file = made.get(name)?.try_clone();
@@ -150,7 +150,7 @@ impl Served {
     fn make_coming(
         &self,
         here: &Place<'_>,
-        elsewhere: &Elsewhere,
+        elsewhere: &AnotherPlace,
     ) -> Result<BTreeMap<String, File>, String> {
         let (spec, images) = (here.spec, &elsewhere.images);
         let layout = Layout::of(images.bytes).map_err(|why| why.to_string())?;

@@ -147,7 +147,7 @@ impl Leaving {
             );
         }
         // Who has no names for them there refuses them here, before anything is sent.
-        images.elsewhere(here.file_name()?, (1, images.mark.as_str()), &images.mark)?;
+        images.at_another_place(here.file_name()?, (1, images.mark.as_str()), &images.mark)?;
         let stride = stride_of(images.bytes);
         let own = open_disk_image(here.spec, image)?;
         let path = Path::new(&here.spec.path);

@@ -23,7 +23,7 @@ use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
 use godwit_delta::{Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_snapshots::{Elsewhere, Images};
+use godwit_snapshots::{AnotherPlace, Images};
 use godwit_types::ApiError;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
@@ -123,12 +123,12 @@ impl Served {
         place.must_be_frozen(&images)?;
         let (mark, top_id) = (random_number()?, random_number()?);
         let numbered = (there.first_number()?, &*mark);
-        let elsewhere = images.elsewhere(there.file_name()?, numbered, &top_id)?;
+        let elsewhere = images.at_another_place(there.file_name()?, numbered, &top_id)?;
         let ending = going.copying.beside.strip_prefix(&going.copying.path);
         let ending = ending.ok_or("the name of its new image is not known")?;
         going.copying.parts = there.parts_to_be(&elsewhere, ending);
         going.copying.parts.must_be_free()?;
-        let Elsewhere {
+        let AnotherPlace {
             images: after,
             names,
         } = elsewhere;
@@ -411,7 +411,7 @@ impl Place<'_> {
     }
 
     /// What is to lie there, and has names that end so until it is whole.
-    pub(super) fn parts_to_be(&self, elsewhere: &Elsewhere, ending: &str) -> Parts {
+    pub(super) fn parts_to_be(&self, elsewhere: &AnotherPlace, ending: &str) -> Parts {
         let images = &elsewhere.images;
         let files = images.deltas().map(|(name, one)| {
             let path = self.extent(images, name).to_string_lossy().into_owned();

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 /// What a disk consists of at another place.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Elsewhere {
+pub struct AnotherPlace {
     pub images: Images,
     /// The names that all but the top have there, by those that they have here.
     pub names: BTreeMap<String, String>,
@@ -17,12 +17,12 @@ pub struct Elsewhere {
 impl Images {
     /// What the disk consists of where its own file has this name, and its deltas numbers from `first` on; its top, to which the guest writes while the
     /// disk moves, is another delta there, of this identity. `mark` is a new number. What leaves here does not go along.
-    pub fn elsewhere(
+    pub fn at_another_place(
         &self,
         own: &str,
         (first, mark): (u64, &str),
         top_id: &str,
-    ) -> Result<Elsewhere, Refusal> {
+    ) -> Result<AnotherPlace, Refusal> {
         let mut all = self.images.iter();
         if let Some((name, _)) = all.find(|(_, image)| image.common) {
             return Err(format!(
@@ -75,7 +75,7 @@ impl Images {
         }
         names.remove(&self.top);
         let images = now.checked()?;
-        Ok(Elsewhere { images, names })
+        Ok(AnotherPlace { images, names })
     }
 }
 
@@ -119,8 +119,8 @@ mod tests {
     fn a_tree_is_the_same_elsewhere_under_other_names() {
         let here = tree();
         let mark = "6".repeat(32);
-        let there = here.elsewhere("web.raw", (7, &mark), &"9".repeat(32));
-        let Elsewhere { images, names } = there.unwrap();
+        let there = here.at_another_place("web.raw", (7, &mark), &"9".repeat(32));
+        let AnotherPlace { images, names } = there.unwrap();
         assert_eq!(names.len(), here.images.len() - 1);
         assert_eq!(names["root.raw"], "web.raw");
         assert!(!names.contains_key(&here.top));
@@ -161,11 +161,11 @@ mod tests {
         base.common = true;
         here.images.insert("/base.raw".to_owned(), base);
         let mark = "6".repeat(32);
-        let refused = here.elsewhere("web.raw", (1, &mark), &"9".repeat(32));
+        let refused = here.at_another_place("web.raw", (1, &mark), &"9".repeat(32));
         assert!(refused.unwrap_err().contains("which others may have"));
         let one = Images::of_one("root.raw", 1 << 30, &mark);
         assert!(
-            one.elsewhere("web.raw", (1, &mark), &"9".repeat(32))
+            one.at_another_place("web.raw", (1, &mark), &"9".repeat(32))
                 .is_err()
         );
     }
