@@ -2,7 +2,7 @@
 //!
 //! Pure, owns nothing. Refuses images that several VMs have: whoever moves a disk moves what is its own.
 
-use crate::{Images, Kind, Refusal};
+use crate::{Images, Kind, Refusal, files};
 use godwit_types::plant::planted;
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ impl Images {
                 Kind::Raw => own.to_owned(),
                 Kind::Delta => {
                     next = next.saturating_add(1);
-                    Self::name_of(own, next.saturating_sub(1))
+                    files::delta(own, next.saturating_sub(1))
                 }
             };
             names.insert(name.clone(), new);
@@ -150,7 +150,7 @@ mod tests {
         assert!(
             !images
                 .images
-                .contains_key(&Images::name_of("web.raw", images.next))
+                .contains_key(&files::delta("web.raw", images.next))
         );
     }
 

@@ -1,7 +1,7 @@
 //! Snapshots of a disk beside a model of what each image holds: taken, gone back to and forgotten in any order, while the guest
 //! writes, and while images are tidied by a process that is killed and begins anew.
 
-use godwit_snapshots::{Fresh, Image, Images, Kind, Snapshot, Tidying};
+use godwit_snapshots::{Fresh, Image, Images, Kind, Snapshot, Tidying, files};
 use godwit_types::SnapshotName;
 use std::collections::BTreeMap;
 
@@ -84,7 +84,7 @@ impl World {
     }
 
     fn fresh(&mut self) -> Fresh {
-        let name = Images::name_of("disk", self.images.next);
+        let name = files::delta("disk", self.images.next);
         self.files.insert(name.clone(), Content::new());
         Fresh {
             name,

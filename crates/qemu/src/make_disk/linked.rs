@@ -24,7 +24,7 @@ use godwit_blockio::delta::{NewDelta, create, describe_base};
 use godwit_blockio::{Access, lock_file};
 use godwit_delta::{Id, Parent as Below};
 use godwit_ownership::ImageRecord;
-use godwit_snapshots::{Common, Fresh, Images};
+use godwit_snapshots::{Common, Fresh, Images, files};
 use godwit_store::save_json;
 use godwit_types::snapshots::{LAYERED_MARK, description_of};
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
@@ -250,11 +250,11 @@ impl Place {
         let own = self.name.to_str();
         let own = own.ok_or("its name is no text: give it another path")?;
         let is_free = |name: &String| {
-            let files = [format!("{name}.vmdk"), format!("{name}-sesparse.vmdk")];
+            let files = [files::descriptor(name), files::extent(name)];
             let mut files = files.iter();
             files.all(|file| statat(&self.dir, file, AtFlags::SYMLINK_NOFOLLOW).is_err())
         };
-        let mut names = (1..=NUMBERS_MAX).map(|number| Images::name_of(own, number));
+        let mut names = (1..=NUMBERS_MAX).map(|number| files::delta(own, number));
         let name = names.find(is_free).ok_or_else(|| {
             format!("there are files under the first {NUMBERS_MAX} names for what is written to it: see whose they are")
         })?;
@@ -302,7 +302,7 @@ fn be_part(fresh: &File, number: &str) -> Result<(), String> {
 
 /// Durably. What was begun holds nothing: it is removed with others that nobody names.
 fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String> {
-    let hint = format!("{}.vmdk", parent.path);
+    let hint = files::descriptor(&parent.path);
     let cid = id_of(&parent.id)?.cid();
     let above = Path::new(&hint);
     let name = Path::new(&parent.path).file_name().unwrap_or_default();
@@ -313,7 +313,7 @@ fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String>
         tracing::info!(%error, "what a disk is linked to has no descriptor: qemu-img does not find its way to it");
     }
     let (descriptor, below) = (
-        path.with_file_name(format!("{}.vmdk", fresh.name)),
+        path.with_file_name(files::descriptor(&fresh.name)),
         Below { cid, hint },
     );
     let new = NewDelta {

@@ -22,7 +22,7 @@ use godwit_blockio::{Access, Image as DiskImage};
 use godwit_delta::{Id, Parent};
 use godwit_qemu::parent::parent_id;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Common, Fresh, Images, Kind};
+use godwit_snapshots::{Common, Fresh, Images, Kind, files};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
@@ -139,20 +139,12 @@ impl Place<'_> {
         }
     }
 
-    /// A file of this image of the disk.
-    fn file_of(&self, images: &Images, name: &str, file: &str) -> PathBuf {
-        match images.elsewhere.get(name) {
-            Some(directory) => Path::new(directory).join(file),
-            None => self.path().with_file_name(file),
-        }
-    }
-
     pub(super) fn descriptor(&self, images: &Images, name: &str) -> PathBuf {
-        self.file_of(images, name, &descriptor_name(name))
+        images.descriptor_at(self.path(), name)
     }
 
     pub(super) fn extent(&self, images: &Images, name: &str) -> PathBuf {
-        self.file_of(images, name, &extent_name(name))
+        images.extent_at(self.path(), name)
     }
 
     /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
@@ -181,7 +173,7 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
         let hint = match images.elsewhere.get(name) == from {
-            true => descriptor_name(name),
+            true => files::descriptor(name),
             false => self.descriptor(images, name).to_string_lossy().into_owned(),
         };
         if let Some(id) = id {
@@ -197,7 +189,7 @@ impl Place<'_> {
     /// The disk is one raw image again, which every program reads as it is.
     pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
         let name = self.file_name()?;
-        let descriptor = self.path().with_file_name(descriptor_name(name));
+        let descriptor = self.path().with_file_name(files::descriptor(name));
         self.as_opener(|| beside::forget(&descriptor, name))
     }
 
@@ -550,16 +542,6 @@ impl Served {
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
     }
-}
-
-/// The file that says of what a delta of this name consists.
-pub(super) fn descriptor_name(name: &str) -> String {
-    format!("{name}.vmdk")
-}
-
-/// The file that holds the content of a delta of this name.
-pub(super) fn extent_name(name: &str) -> String {
-    format!("{name}-sesparse.vmdk")
 }
 
 pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {

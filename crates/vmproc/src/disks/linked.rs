@@ -16,7 +16,7 @@ use crate::adoption::lock;
 use godwit_blockio::delta::Delta;
 use godwit_ownership::Is;
 use godwit_qemu::disk::open_looked_at;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, files};
 use godwit_store::load_json;
 use godwit_types::disk_move::Method;
 use godwit_types::snapshots::description_of;
@@ -111,8 +111,8 @@ fn remove_described(former: &Former<'_>) -> Result<bool, String> {
         return Err("it is no description of a linked disk which that image was".to_owned());
     }
     for (name, delta) in images.deltas() {
-        let beside = |end: &str| former.path.with_file_name(format!("{name}{end}"));
-        let (descriptor, extent) = (beside(".vmdk"), beside("-sesparse.vmdk"));
+        let descriptor = former.path.with_file_name(files::descriptor(name));
+        let extent = former.path.with_file_name(files::extent(name));
         must_be(&extent, delta.id.as_deref().unwrap_or_default())?;
         if !(remove(&descriptor) && remove(&extent)) {
             return Ok(false);

@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]); what one disk goes through is in [`super::by_logs`]. Owns which disks move so. Refuses: disks on block devices,
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
-use super::layers::{Place, descriptor_name, extent_name, id_of};
+use super::layers::{Place, id_of};
 use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::All;
@@ -16,7 +16,7 @@ use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::forget_map;
 use godwit_qemu::disk::must_be_free;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, files};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
 use godwit_types::vm::DiskSpec;
@@ -43,7 +43,7 @@ pub(super) struct RedoLog {
 impl RedoLog {
     /// Whether it is among these, which go with the former image of a disk of this name, or lies beside that.
     pub fn goes_with(&self, disk: &str, parts: &Parts) -> bool {
-        let extent = Path::new(&self.directory).join(extent_name(&self.name));
+        let extent = Path::new(&self.directory).join(files::extent(&self.name));
         let mut files = parts.files.iter();
         let is_noted = self.name.is_empty() || files.any(|part| Path::new(&part.path) == extent);
         self.disk == disk && is_noted
@@ -84,7 +84,7 @@ impl Logs {
     /// Where log `number` lies, and how it is called, if that is not beside the disk's own image.
     fn place_of(&self, number: u32) -> Option<(String, String)> {
         let beside_former = number <= 1 && self.first == FirstLog::Source;
-        let name = Images::name_of(&self.stem, number.into());
+        let name = files::delta(&self.stem, number.into());
         (!beside_former).then(|| (self.directory.clone(), name))
     }
 
@@ -304,7 +304,7 @@ impl Place<'_> {
             return false;
         }
         // What a process that died had not given its name.
-        let parts = [descriptor_name(&log.name), extent_name(&log.name)];
+        let parts = [files::descriptor(&log.name), files::extent(&log.name)];
         let parts = parts.map(|part| Path::new(&log.directory).join(format!("{part}.new")));
         let are_gone = parts.iter().all(|part| super::images::remove(part));
         are_gone && self.remove(&images, &log.name, None)

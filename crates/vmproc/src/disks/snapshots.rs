@@ -12,7 +12,7 @@ use crate::faults::reached;
 use crate::files::Paths;
 use godwit_blockio::Image;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images, Kind, Snapshot};
+use godwit_snapshots::{Fresh, Images, Kind, Snapshot, files};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
@@ -184,7 +184,7 @@ impl All<'_> {
             let prepared = may.and_then(|()| {
                 place.must_be_the_latest(&before)?;
                 before.next = place.free_number(&before)?;
-                let own = Images::name_of(place.file_name()?, before.next);
+                let own = files::delta(place.file_name()?, before.next);
                 let (elsewhere, name) = at(spec).unzip();
                 let fresh = Fresh {
                     name: name.unwrap_or(own),

@@ -10,7 +10,7 @@ use super::described::described_beside;
 use super::entry::{Entry, Found};
 use super::former::said_by;
 use super::labelled::known_by;
-use super::layers::{extent_name, id_of};
+use super::layers::id_of;
 use super::moving;
 use super::served::{Served, ServedDisks};
 use super::{BLOCK, Disks};
@@ -199,10 +199,9 @@ fn parts_are_there(own: &Path, image: &File) -> Result<(), String> {
 
 /// The file of an image that is not the disk's own.
 fn path_of(own: &Path, images: &Images, (name, part): (&String, &Image)) -> PathBuf {
-    match images.elsewhere.get(name) {
-        _ if part.common => PathBuf::from(name),
-        Some(directory) => Path::new(directory).join(extent_name(name)),
-        None => own.with_file_name(extent_name(name)),
+    match part.common {
+        true => PathBuf::from(name),
+        false => images.extent_at(own, name),
     }
 }
 
