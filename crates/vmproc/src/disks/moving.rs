@@ -17,7 +17,7 @@ use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::delta::Words;
 use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, TopOnly, WaitTimes};
-use godwit_blockio::{Arriving, Filter, NO_NEARER};
+use godwit_blockio::{Arriving, Filter, NO_NEARER, next_data};
 use godwit_delta::States;
 use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
@@ -29,8 +29,6 @@ use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use godwit_wire::BELOW;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
@@ -541,24 +539,21 @@ pub(super) fn holes(
     bytes: u64,
 ) -> Result<Vec<Range<u64>>, String> {
     let file = open_disk_image(spec, image)?;
-    let told = |error: Errno| format!("{}: {error}", spec.path);
     let (mut holes, mut at) = (Vec::new(), 0);
     while at < bytes {
-        let data = match seek(&file, SeekFrom::Data(at)) {
-            Ok(data) => data.min(bytes),
-            Err(Errno::NXIO) => bytes,
-            Err(error) => return Err(told(error)),
-        };
-        // A region in which there is any data is no hole, so the next look is at the one after it.
-        let end = if data < bytes {
-            data - data % REGION
-        } else {
-            bytes
-        };
+        let data =
+            next_data(&file, at..bytes).map_err(|error| format!("{}: {error}", spec.path))?;
+        // A region in which there is any data is no hole, so the next look is at the one after the last of them.
+        let (end, next) = data.map_or((bytes, bytes), |data| {
+            (
+                data.start - data.start % REGION,
+                data.end.next_multiple_of(REGION),
+            )
+        });
         if end > at {
             holes.push(at..end);
         }
-        at = end.saturating_add(REGION);
+        at = next;
     }
     Ok(holes)
 }

@@ -17,6 +17,7 @@ use super::{BLOCK, Disks};
 use crate::files::Paths;
 use godwit_blockio::delta::is_frozen;
 use godwit_blockio::label::{self, End};
+use godwit_blockio::next_data;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_qemu::parent::parent_id;
 use godwit_snapshots::{Image, Images, Kind};
@@ -25,8 +26,7 @@ use godwit_types::MigrationId;
 use godwit_types::datastore::is_device_path;
 use godwit_types::image::KnownImage;
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{Advice, SeekFrom, fadvise, seek};
-use rustix::io::Errno;
+use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::fs::File;
@@ -165,15 +165,11 @@ fn read_places(image: &File, bytes: u64, places: u64) -> io::Result<()> {
     let mut buffer = [0; PLACE_BYTES];
     for place in 0..places {
         let from = bytes / places * place;
-        let at = match seek(image, SeekFrom::Data(from)) {
-            Ok(at) => at,
-            // Holes up to its end.
-            Err(Errno::NXIO) => break,
-            // A device knows of no holes.
-            Err(Errno::INVAL) => from,
-            Err(errno) => return Err(errno.into()),
+        // Holes up to its end are no places.
+        let Some(data) = next_data(image, from..bytes)? else {
+            break;
         };
-        let at = at - at % PLACE_BYTES as u64;
+        let at = data.start - data.start % PLACE_BYTES as u64;
         // An image may end before a place does.
         let _ = image.read_at(&mut buffer, at)?;
     }
