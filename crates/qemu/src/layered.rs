@@ -57,6 +57,13 @@ fn bytes_of(found: &Metadata) -> u64 {
     found.blocks().saturating_mul(512)
 }
 
+/// A number for a mark, or by which a delta is known: of 128 bits, in hexadecimal digits.
+pub fn random_number() -> Result<String, String> {
+    let mut number = [0; 16];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(format!("{:032x}", u128::from_be_bytes(number)))
+}
+
 /// Where the snapshots are described of an image that is not there.
 pub(crate) fn is_described(path: &Path) -> String {
     let described = description_of(path);

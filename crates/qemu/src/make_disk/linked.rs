@@ -13,7 +13,7 @@
 use super::source::LOCK_WAIT;
 use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
 use crate::disk::{NotOpened, must_be_no_devices, open_looked_at};
-use crate::layered::must_be_whole;
+use crate::layered::{must_be_whole, random_number};
 use crate::parent::{bear, is_parent};
 use crate::qcow2::{Format, HEAD_MAX, format_of};
 use crate::reserved::place_of_open;
@@ -303,7 +303,8 @@ fn be_part(fresh: &File, number: &str) -> Result<(), String> {
 /// Durably. What was begun holds nothing: it is removed with others that nobody names.
 fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String> {
     let hint = files::descriptor(&parent.path);
-    let cid = id_of(&parent.id)?.cid();
+    let no_number = || format!("{} is no number that an image bears", parent.id);
+    let cid = Id::of_digits(&parent.id).ok_or_else(no_number)?.cid();
     let above = Path::new(&hint);
     let name = Path::new(&parent.path).file_name().unwrap_or_default();
     let name = name.to_string_lossy();
@@ -319,20 +320,8 @@ fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String>
     let new = NewDelta {
         descriptor: &descriptor,
         bytes: parent.bytes,
-        id: id_of(&fresh.id)?,
+        id: Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?,
         parent: &below,
     };
     create(&new).map(drop).map_err(|error| error.to_string())
-}
-
-/// Of 128 bits, in hexadecimal digits.
-fn random_number() -> Result<String, String> {
-    let mut number = [0; 16];
-    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-    Ok(format!("{:032x}", u128::from_be_bytes(number)))
-}
-
-fn id_of(digits: &str) -> Result<Id, String> {
-    let number = u128::from_str_radix(digits, 16).map_err(|error| error.to_string())?;
-    Ok(Id(number.to_be_bytes()))
 }

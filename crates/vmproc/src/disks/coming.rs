@@ -9,7 +9,7 @@
 use super::Disks;
 use super::described::not_done;
 use super::images::arriving_path;
-use super::layers::{Place, random_number};
+use super::layers::Place;
 use super::parts::Parts;
 use super::served::Served;
 use super::{BLOCK, REST_WAIT, told};
@@ -19,6 +19,7 @@ use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Arriving, Image};
 use godwit_delta::Layout;
 use godwit_qemu::disk::identity_of_open;
+use godwit_qemu::layered::random_number;
 use godwit_snapshots::{AnotherPlace, Images};
 use godwit_store::{json_of, save_json};
 use godwit_types::ApiError;

@@ -149,7 +149,7 @@ impl Place<'_> {
 
     /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
-        let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?;
         let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
         let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
@@ -177,7 +177,9 @@ impl Place<'_> {
             false => self.descriptor(images, name).to_string_lossy().into_owned(),
         };
         if let Some(id) = id {
-            let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
+            let cid = Id::of_digits(id)
+                .ok_or("the name of a delta is no number")?
+                .cid();
             return Ok(Parent { cid, hint });
         }
         let descriptor = self.descriptor(images, name);
@@ -317,7 +319,7 @@ impl Place<'_> {
         let mut kept = Vec::new();
         for name in self.lower(images)? {
             let image = images.images.get(name);
-            let id = image.and_then(|image| id_of(image.id.as_deref()?));
+            let id = image.and_then(|image| Id::of_digits(image.id.as_deref()?));
             let place = had.iter().position(|delta| Some(delta.id()) == id);
             kept.push(match place {
                 Some(place) => had.remove(place),
@@ -453,7 +455,7 @@ impl Place<'_> {
         read_only: bool,
     ) -> Result<(File, Id), String> {
         let image = images.images.get(name);
-        let id = image.and_then(|image| id_of(image.id.as_deref()?));
+        let id = image.and_then(|image| Id::of_digits(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
         Ok((self.open_file_of(images, name, read_only)?, id))
     }
@@ -552,21 +554,9 @@ pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {
     }
 }
 
-/// Of 128 bits, in hexadecimal digits.
-pub(super) fn random_number() -> Result<String, String> {
-    let mut number = [0; 16];
-    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-    Ok(format!("{:032x}", u128::from_be_bytes(number)))
-}
-
-pub(super) fn id_of(text: &str) -> Option<Id> {
-    let number = u128::from_str_radix(text, 16).ok()?;
-    Some(Id(number.to_be_bytes()))
-}
-
 pub(super) fn boot() -> Result<Id, String> {
     let told = std::fs::read_to_string(BOOT_ID);
     let told = told.map_err(|error| format!("{BOOT_ID}: {error}"))?;
     let digits: String = told.trim().chars().filter(|one| *one != '-').collect();
-    id_of(&digits).ok_or_else(|| format!("{BOOT_ID} is no number"))
+    Id::of_digits(&digits).ok_or_else(|| format!("{BOOT_ID} is no number"))
 }

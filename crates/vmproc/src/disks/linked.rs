@@ -9,11 +9,11 @@ use super::described::bears_mark_of;
 use super::entry::Entry;
 use super::former::{Former, is_device};
 use super::images::remove;
-use super::layers::id_of;
 use super::served::Served;
 use super::told;
 use crate::adoption::lock;
 use godwit_blockio::delta::Delta;
+use godwit_delta::Id;
 use godwit_ownership::Is;
 use godwit_qemu::disk::open_looked_at;
 use godwit_snapshots::{Images, files};
@@ -135,7 +135,7 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
     if !is_there(extent)? {
         return Ok(());
     }
-    let id = id_of(id).ok_or("the name of a delta is no number")?;
+    let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
     let file = open_looked_at(CWD, extent, OFlags::RDWR | OFlags::NOFOLLOW);
     let file = file.map_err(|why| format!("{}: {why}", extent.display()))?;
     let opened = Delta::unlocked((file, extent), id, BLOCK);
@@ -146,7 +146,7 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
 mod tests {
     use super::*;
     use godwit_blockio::delta::{NewDelta, create};
-    use godwit_delta::{Id, Parent};
+    use godwit_delta::Parent;
     use godwit_qemu::disk::identity_of;
     use godwit_snapshots::{Common, Fresh};
     use godwit_store::save_json;

@@ -7,8 +7,8 @@
 use super::BLOCK;
 use super::entry::{Entry, Found};
 use super::images::{remove, rename};
-use super::layers::id_of;
 use godwit_blockio::delta::{is_frozen, read_descriptor};
+use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::{Images, files};
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
@@ -159,7 +159,7 @@ impl Part {
     /// Whether it says that it is this, though its file system may be another one.
     fn says(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
         let is_its_number = self.image.is_some_and(|image| image.1 == number);
-        let id = id_of(&self.id).filter(|_| is_its_number);
+        let id = Id::of_digits(&self.id).filter(|_| is_its_number);
         let file = entry.open().ok();
         let looked = file.zip(id).map(|(file, id)| {
             let path = Path::new(&self.path);
@@ -231,7 +231,6 @@ fn base_descriptor_of(own: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
     use godwit_blockio::delta::{NewDelta, create, describe_base};
-    use godwit_delta::Id;
     use godwit_snapshots::Fresh;
     use godwit_store::save_json;
 

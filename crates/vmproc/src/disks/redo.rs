@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]); what one disk goes through is in [`super::by_logs`]. Owns which disks move so. Refuses: disks on block devices,
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
-use super::layers::{Place, id_of};
+use super::layers::Place;
 use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::All;
@@ -15,6 +15,7 @@ use super::switching::Stopped;
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::forget_map;
+use godwit_delta::Id;
 use godwit_qemu::disk::must_be_free;
 use godwit_snapshots::{Images, files};
 use godwit_types::datastore::is_device_path;
@@ -271,7 +272,7 @@ impl Place<'_> {
     /// They lie over a disk no more.
     pub fn forget_maps(&self, images: &Images) {
         for (_, image) in images.deltas() {
-            if let Some(id) = image.id.as_deref().and_then(id_of) {
+            if let Some(id) = image.id.as_deref().and_then(Id::of_digits) {
                 // It is gone with the next boot of the host.
                 let _ = forget_map(&self.map_of(id));
             }

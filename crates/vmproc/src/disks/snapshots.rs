@@ -5,12 +5,13 @@
 //!
 //! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
 
-use super::layers::{Place, random_number};
+use super::layers::Place;
 use super::resize::AtRest;
 use super::served::refused;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_blockio::Image;
+use godwit_qemu::layered::random_number;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Fresh, Images, Kind, Snapshot, files};
 use godwit_types::host_api::VmProcessConfig;

@@ -10,7 +10,6 @@ use super::described::described_beside;
 use super::entry::{Entry, Found};
 use super::former::said_by;
 use super::labelled::known_by;
-use super::layers::id_of;
 use super::moving;
 use super::served::{Served, ServedDisks};
 use super::{BLOCK, Disks};
@@ -18,6 +17,7 @@ use crate::files::Paths;
 use godwit_blockio::delta::is_frozen;
 use godwit_blockio::label::{self, End};
 use godwit_blockio::next_data;
+use godwit_delta::Id;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_qemu::parent::parent_id;
 use godwit_snapshots::{Image, Images, Kind};
@@ -219,7 +219,7 @@ fn part_is_there(path: &Path, part: &Image) -> Result<(), String> {
             return Err(other.to_owned());
         }
     } else {
-        let id = id.and_then(id_of).ok_or(other)?;
+        let id = id.and_then(Id::of_digits).ok_or(other)?;
         let looked = is_frozen((file, path), id, BLOCK);
         looked.map_err(|error| error.to_string())?;
     }

@@ -7,7 +7,7 @@
 //! Owns nothing beyond the move. Refuses: images that other VMs have, too, places on block devices, and names that are taken.
 
 use super::described::not_done;
-use super::layers::{Place, boot, id_of, opening, random_number};
+use super::layers::{Place, boot, opening};
 use super::linked::stays_over;
 use super::moving::{begin_copying_but, open_disk_image};
 use super::parts::{Part, Parts};
@@ -21,8 +21,9 @@ use crate::hypervisor::internal;
 use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
-use godwit_delta::{Layout, States};
+use godwit_delta::{Id, Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
+use godwit_qemu::layered::random_number;
 use godwit_snapshots::{AnotherPlace, Images};
 use godwit_types::ApiError;
 use godwit_types::vm::DiskSpec;
@@ -463,7 +464,7 @@ impl Place<'_> {
             let path = self.extent(images, image);
             let id = images.images.get(image).and_then(|one| one.id.as_deref());
             let id = id
-                .and_then(id_of)
+                .and_then(Id::of_digits)
                 .ok_or("the name of a delta is no number")?;
             let file = file.try_clone().map_err(|error| error.to_string())?;
             let opening = opening(&name, LOCK_WAIT);
@@ -496,7 +497,7 @@ impl Place<'_> {
     /// Removes what outlives a process of a top that is none any more.
     pub(super) fn forget_top(&self, images: &Images) {
         let id = images.images.get(&images.top);
-        if let Some(id) = id.and_then(|top| id_of(top.id.as_deref()?)) {
+        if let Some(id) = id.and_then(|top| Id::of_digits(top.id.as_deref()?)) {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
         }
@@ -526,7 +527,7 @@ impl Place<'_> {
         if descriptor.symlink_metadata().is_ok() {
             return Ok(());
         }
-        let id = id_of(id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
         let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
         self.as_opener(|| {
             let new = godwit_blockio::delta::NewDelta {

@@ -8,7 +8,7 @@
 use super::BLOCK;
 use super::described::read_description;
 use super::images;
-use super::layers::{Place, id_of};
+use super::layers::Place;
 use godwit_blockio::delta::{Delta, forget_map, is_empty};
 use godwit_delta::Id;
 use godwit_snapshots::{Images, files};
@@ -24,7 +24,7 @@ impl Place<'_> {
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
     /// nothing more to be done.
     pub fn remove(&self, images: &Images, name: &str, id: Option<&str>) -> bool {
-        let id = id.and_then(id_of);
+        let id = id.and_then(Id::of_digits);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
