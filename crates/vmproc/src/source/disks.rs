@@ -65,13 +65,10 @@ impl SourceDriver {
             let bytes = disks.below_bytes() + disks.begin();
             self.parts.report.update(|report| report.disk_bytes = bytes);
         }
-        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
-        self.parts.report.update(update);
+        self.show_copying();
         let (mut begun, mut together) = (None, Together::default());
         loop {
-            self.next(Some(set), LOOK_EVERY)?;
-            self.sign_of_life(set, PING_EVERY)?;
-            let Some(disks) = &self.parts.disks else {
+            let Some(disks) = self.disks_after_a_while(set)? else {
                 return Ok(());
             };
             if let Some(why) = disks.failure() {
@@ -104,6 +101,22 @@ impl SourceDriver {
                 return Ok(());
             }
         }
+    }
+
+    /// Disks are copied from now on, or again: as whoever watches sees it.
+    pub(super) fn show_copying(&self) {
+        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
+        self.parts.report.update(update);
+    }
+
+    /// Sleeps until the copying is to be looked at again, and lets the destination know that this side lives. Nothing where no disks go along any more.
+    pub(super) fn disks_after_a_while(
+        &mut self,
+        set: &ConnectionSet,
+    ) -> Result<Option<&SourceDisks>, Halt> {
+        self.next(Some(set), LOOK_EVERY)?;
+        self.sign_of_life(set, PING_EVERY)?;
+        Ok(self.parts.disks.as_ref())
     }
 
     /// How much is left, and when disks and memory will be there.
