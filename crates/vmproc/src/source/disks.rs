@@ -5,6 +5,7 @@
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
 use crate::disks::{SourceDisks, Together};
 use crate::faults::{planted, reached};
+use godwit_blockio::Closed;
 use godwit_blockio::filters::Bottleneck;
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
@@ -172,7 +173,7 @@ impl SourceDriver {
     }
 
     fn copy_last_blocks(&mut self, set: &mut ConnectionSet, limit_s: f64) -> Result<(), Halt> {
-        let until = Instant::now() + Duration::from_secs_f64(limit_s);
+        let (began, limit) = (Instant::now(), Duration::from_secs_f64(limit_s));
         reached("source.disks-closed");
         loop {
             let Some(disks) = &self.parts.disks else {
@@ -181,16 +182,19 @@ impl SourceDriver {
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
             }
-            if are_equal(disks) {
-                return Ok(());
+            match Closed::after(began.elapsed(), limit, are_equal(disks)) {
+                Closed::Equal => return Ok(()),
+                Closed::NotYet => {
+                    self.next(Some(set), CLOSED_LOOK_EVERY)?;
+                    self.sign_of_life(set, CLOSED_PING_EVERY)?;
+                }
+                // As soon as whoever held it hears of this.
+                Closed::Opened => {
+                    return Err(Halt::Failed(format!(
+                        "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
+                    )));
+                }
             }
-            if Instant::now() >= until {
-                return Err(Halt::Failed(format!(
-                    "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
-                )));
-            }
-            self.next(Some(set), CLOSED_LOOK_EVERY)?;
-            self.sign_of_life(set, CLOSED_PING_EVERY)?;
         }
     }
 
