@@ -448,7 +448,7 @@ impl AtRest {
             |_| None,
         )?;
         for (spec, image) in all.specs.iter().zip(&locked) {
-            self.note_layered(spec, image.as_fd())
+            self.write_layered_record(spec, image.as_fd())
                 .inspect_err(|_| all.unmake(&changed))?;
         }
         match all.commit(&changed) {
