@@ -5,7 +5,9 @@
 use godwit_snapshots::{Images, Kind, files};
 use godwit_store::load_json;
 use godwit_types::datastore::is_device_path;
-use godwit_types::snapshots::{LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of};
+use godwit_types::snapshots::{
+    LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, becomes_one_image, description_of,
+};
 use rustix::fs::fgetxattr;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt as _;
@@ -83,7 +85,8 @@ pub fn must_be_whole(file: &File, path: &str) -> Result<(), String> {
     match is_part || description_of(Path::new(path)).symlink_metadata().is_ok() {
         false => Ok(()),
         true => Err(format!(
-            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); a linked disk becomes one image when it moves ('godwit vm move-disk')"
+            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); {}",
+            becomes_one_image("a linked disk")
         )),
     }
 }

@@ -11,6 +11,7 @@ use godwit_types::datastore::is_device_path;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
+use godwit_types::snapshots::becomes_one_image;
 use godwit_types::version::{Build, MIGRATION_WITH_SNAPSHOTS, Speaks, cannot_migrate};
 use godwit_types::vm::{Accelerator, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup, VmSpec};
@@ -205,8 +206,13 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
         false => format!("install Godwit {} on host {}", vm.version, destination.name),
     };
     let message = format!(
-        "disk '{}' of VM {} consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image; host {}, Godwit {}, and the VM process, Godwit {}, do not take such a disk along together: {way_out}, or delete its snapshots first; a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')",
-        disk.name, facts.vm.spec.name, destination.name, destination.version, vm.version
+        "disk '{}' of VM {} consists of several images, since it has snapshots, or images of deleted ones that are not merged yet, or is linked to another image; host {}, Godwit {}, and the VM process, Godwit {}, do not take such a disk along together: {way_out}, or delete its snapshots first; {}",
+        disk.name,
+        facts.vm.spec.name,
+        destination.name,
+        destination.version,
+        vm.version,
+        becomes_one_image("a linked disk without any")
     );
     Some(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.name))
 }

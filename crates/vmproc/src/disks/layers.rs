@@ -26,7 +26,7 @@ use godwit_snapshots::{Common, Fresh, Images, Kind, files};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::{PARENT_MARK, description_of};
+use godwit_types::snapshots::{PARENT_MARK, becomes_one_image, description_of};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -75,7 +75,8 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or images of deleted ones that are not merged yet, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it has snapshots, or images of deleted ones that are not merged yet, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); {}",
+        becomes_one_image("a linked disk without any")
     )
 }
 

@@ -6,7 +6,7 @@
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
 use super::layers::Place;
-use super::linked::stays_over;
+use super::linked::must_go_along;
 use super::moving::open_disk_image;
 use super::parts::Parts;
 use super::served::Served;
@@ -115,13 +115,8 @@ impl Leaving {
             // Its snapshots may have been merged since: what comes there is a disk with an image over its own.
             (_, true) => {}
         }
-        if let Some(common) = found.as_ref().and_then(Images::common) {
-            return Err(refused(stays_over(common.path)));
-        }
-        let has_room = found
-            .as_ref()
-            .map_or(Ok(()), Images::must_have_room_to_move);
-        has_room.map_err(refused)?;
+        let goes_along = found.as_ref().map_or(Ok(()), must_go_along);
+        goes_along.map_err(refused)?;
         if self.paused.is_none() {
             self.paused = Some(served.hold_tidying(HOLD_WAIT).map_err(refused)?);
         }

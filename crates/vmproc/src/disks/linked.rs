@@ -19,7 +19,7 @@ use godwit_qemu::disk::open_looked_at;
 use godwit_snapshots::{Images, files};
 use godwit_store::load_json;
 use godwit_types::disk_move::Method;
-use godwit_types::snapshots::description_of;
+use godwit_types::snapshots::{becomes_one_image, description_of};
 use godwit_types::vm::DiskSpec;
 use rustix::fs::{CWD, OFlags};
 use std::io::ErrorKind;
@@ -32,8 +32,17 @@ const ABOVE: &str = "above";
 /// Why a linked disk that begins as this image stays where it is: it does not go to another host, and with snapshots to no other place either.
 pub(super) fn stays_over(common: &str) -> String {
     format!(
-        "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); {}",
+        becomes_one_image("without any it")
     )
+}
+
+/// Refuses to move what does not go along as a whole, or could not be frozen once more for that.
+pub(super) fn must_go_along(images: &Images) -> Result<(), String> {
+    match images.common() {
+        Some(common) => Err(stays_over(common.path)),
+        None => images.must_have_room_to_move(),
+    }
 }
 
 impl Served {

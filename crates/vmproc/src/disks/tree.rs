@@ -8,7 +8,7 @@
 
 use super::described::not_done;
 use super::layers::{Place, boot, opening};
-use super::linked::stays_over;
+use super::linked::must_go_along;
 use super::moving::{begin_copying_but, open_disk_image};
 use super::parts::{Part, Parts};
 use super::served::Served;
@@ -107,10 +107,7 @@ impl Served {
         let Some(found) = place.load_of(own.as_fd())? else {
             return Ok(None);
         };
-        if let Some(common) = found.common() {
-            return Err(stays_over(common.path).into());
-        }
-        found.must_have_room_to_move()?;
+        must_go_along(&found)?;
         self.remove_what_left(&place, own.as_fd())?;
         let spec = DiskSpec {
             path: going.place.path.clone(),
