@@ -17,7 +17,7 @@ use super::parts::Parts;
 use super::served::Served;
 use super::switching::{Going, Stopped};
 use crate::adoption::lock;
-use crate::faults::reached;
+use crate::faults::{is_late, reached};
 use godwit_blockio::delta::{Target, merge as merge_images};
 use godwit_blockio::filters::{Pace, WaitTimes};
 use godwit_blockio::{Arriving, Frozen, Image};
@@ -433,7 +433,7 @@ impl ByLogs<'_> {
         self.redo.done();
         standing.settle()?;
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
-        let found = match Instant::now() < until {
+        let found = match Instant::now() < until && !is_late("redo.held") {
             true => last.consolidate(until, || self.must_go_on())?,
             false => None,
         };
