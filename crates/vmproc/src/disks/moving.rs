@@ -465,6 +465,12 @@ impl SourceDisks {
         are && (waited || self.changes.under_way_bytes() <= CLOSE_BYTES)
     }
 
+    /// The name of each, and how its copying goes.
+    pub(super) fn courses(&self) -> impl Iterator<Item = (&str, &Course)> {
+        let disks = self.disks.iter();
+        disks.map(|disk| (&*disk.spec.name, &disk.course))
+    }
+
     /// Why one cannot be copied.
     pub(crate) fn failure(&self) -> Option<String> {
         if let Some(why) = self.below.as_ref().and_then(Below::failure) {

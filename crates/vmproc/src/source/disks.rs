@@ -110,14 +110,26 @@ impl SourceDriver {
         self.parts.report.update(update);
     }
 
-    /// Sleeps until the copying is to be looked at again, and lets the destination know that this side lives. Nothing where no disks go along any more.
+    /// Sleeps until the copying is to be looked at again, lets the destination know that this side lives, and shows what iterations came to: also where
+    /// the copying is given up for that. Nothing where no disks go along any more.
     pub(super) fn disks_after_a_while(
         &mut self,
         set: &ConnectionSet,
     ) -> Result<Option<&SourceDisks>, Halt> {
         self.next(Some(set), LOOK_EVERY)?;
         self.sign_of_life(set, PING_EVERY)?;
+        self.show_iterations();
         Ok(self.parts.disks.as_ref())
+    }
+
+    /// What has come of disks whose writes are tracked.
+    fn show_iterations(&self) {
+        let disks = self.parts.disks.as_ref();
+        let ended = disks.map(SourceDisks::iterations).unwrap_or_default();
+        if !ended.is_empty() {
+            let update = |report: &mut MigrationReport| report.disk_iterations = ended;
+            self.parts.report.update(update);
+        }
     }
 
     /// How much is left, and when disks and memory will be there.
@@ -168,6 +180,7 @@ impl SourceDriver {
         let ended = self
             .copy_last_blocks(set, limit_s)
             .and_then(|()| self.end_changes(set));
+        self.show_iterations();
         close(false, self);
         ended
     }
