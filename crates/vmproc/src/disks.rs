@@ -49,6 +49,7 @@ mod standing;
 mod switching;
 mod there;
 mod tidying;
+mod to_copy;
 mod together;
 mod told;
 mod tracked;

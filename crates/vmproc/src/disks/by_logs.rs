@@ -12,10 +12,10 @@ use super::STAND_WAIT;
 use super::in_place::limit;
 use super::last_log::LastLog;
 use super::layers::OwnedPlace;
-use super::moving::holes;
 use super::parts::Parts;
 use super::served::Served;
 use super::switching::{Going, Stopped};
+use super::to_copy::holes;
 use crate::adoption::lock;
 use crate::faults::{is_late, reached};
 use godwit_blockio::delta::{Target, merge as merge_images};
@@ -215,15 +215,7 @@ impl ByLogs<'_> {
     fn copy_base(&mut self, filled: &Arriving) -> Result<(), Stopped> {
         let (own, pace) = (self.own.try_clone()?, self.pace.clone());
         let path = self.place.spec.path.clone();
-        let holes = holes(&self.place.spec, self.image, self.bytes).unwrap_or_else(|error| {
-            let disk = self.name();
-            tracing::warn!(
-                disk,
-                error,
-                "all of a disk is copied, since its holes are not known"
-            );
-            Vec::new()
-        });
+        let holes = holes(&self.place.spec, self.image, self.bytes);
         let data = but(&holes, self.bytes);
         self.total = data.iter().map(|range| range.end - range.start).sum();
         let began = self.begin();

@@ -9,6 +9,7 @@ use super::leaving::{Below, Leaving};
 use super::parts::Parts;
 use super::served::{Arrival, Served, ServedDisks};
 use super::there;
+use super::to_copy::begin_copying;
 use super::together::LastOfAll;
 use super::tracked::filter_for;
 use super::tree::begin_copying_top;
@@ -16,8 +17,8 @@ use super::{CONNECT_WAIT, Disks, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::delta::Words;
-use godwit_blockio::filters::{Bottleneck, Course, Pace, REGION, TopOnly, WaitTimes};
-use godwit_blockio::{Arriving, Filter, NO_NEARER, next_data};
+use godwit_blockio::filters::{Bottleneck, Course, Pace, TopOnly, WaitTimes};
+use godwit_blockio::{Arriving, Filter, NO_NEARER};
 use godwit_delta::States;
 use godwit_qemu::disk::{identity_of_open, is_taken, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
@@ -30,7 +31,6 @@ use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use godwit_wire::BELOW;
 use std::fs::File;
-use std::ops::Range;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -536,62 +536,6 @@ pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File
         true => Ok(file),
         false => Err(told(&"it is another file than the guest's")),
     }
-}
-
-/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
-pub(super) fn holes(
-    spec: &DiskSpec,
-    image: (u64, u64),
-    bytes: u64,
-) -> Result<Vec<Range<u64>>, String> {
-    let file = open_disk_image(spec, image)?;
-    let (mut holes, mut at) = (Vec::new(), 0);
-    while at < bytes {
-        let data =
-            next_data(&file, at..bytes).map_err(|error| format!("{}: {error}", spec.path))?;
-        // A region in which there is any data is no hole, so the next look is at the one after the last of them.
-        let (end, next) = data.map_or((bytes, bytes), |data| {
-            (
-                data.start - data.start % REGION,
-                data.end.next_multiple_of(REGION),
-            )
-        });
-        if end > at {
-            holes.push(at..end);
-        }
-        at = next;
-    }
-    Ok(holes)
-}
-
-/// Lets the copying of a disk begin: what is a hole is not copied; all is where that cannot be looked at. Returns the bytes
-/// that are to be copied.
-pub(super) fn begin_copying(
-    (spec, image): (&DiskSpec, (u64, u64)),
-    bytes: u64,
-    course: &Course,
-) -> u64 {
-    let holes = holes(spec, image, bytes).unwrap_or_else(|error| {
-        tracing::warn!(
-            disk = spec.name,
-            error,
-            "all of a disk is copied, since its holes are not known"
-        );
-        Vec::new()
-    });
-    begin_copying_but(holes, bytes, course)
-}
-
-/// The same of all of it.
-pub(super) fn begin_copying_all(bytes: u64, course: &Course) -> u64 {
-    begin_copying_but(Vec::new(), bytes, course)
-}
-
-/// The same of what is in none of these places.
-pub(super) fn begin_copying_but(holes: Vec<Range<u64>>, bytes: u64, course: &Course) -> u64 {
-    let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
-    course.begin(holes);
-    bytes.saturating_sub(empty)
 }
 
 #[cfg(test)]

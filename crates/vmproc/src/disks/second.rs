@@ -5,9 +5,10 @@
 
 use super::claim::Taking;
 use super::labelled::name_in;
-use super::moving::{begin_copying, begin_copying_all, open_disk_image};
+use super::moving::open_disk_image;
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
+use super::to_copy::{begin_copying, begin_copying_all};
 use super::tracked::filter_for;
 use super::tree::NewImage;
 use super::{LOCK_WAIT, REST_WAIT};

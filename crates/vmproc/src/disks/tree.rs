@@ -9,11 +9,12 @@
 use super::described::not_done;
 use super::layers::{Place, boot, opening};
 use super::linked::must_go_along;
-use super::moving::{begin_copying_but, open_disk_image};
+use super::moving::open_disk_image;
 use super::parts::{Part, Parts};
 use super::served::Served;
 use super::snapshots::All;
 use super::switching::{Going, Stopped};
+use super::to_copy::begin_copying_but;
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::faults::reached;
