@@ -4,7 +4,6 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
