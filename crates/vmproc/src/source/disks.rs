@@ -180,8 +180,8 @@ impl SourceDriver {
         let ended = self
             .copy_last_blocks(set, limit_s)
             .and_then(|()| self.end_changes(set));
-        self.show_iterations();
         close(false, self);
+        self.show_iterations();
         ended
     }
 
