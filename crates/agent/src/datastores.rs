@@ -5,12 +5,12 @@
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::disk_record::DiskRecord;
-use crate::preflight::{bytes_over, can_be_made, reserved_path};
+use crate::preflight::{can_be_made, reserved_path};
 use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::{room_of, shares_blocks};
 use godwit_qemu::holding::device_must_be_nobodys;
-use godwit_qemu::layered::use_of_linked;
+use godwit_qemu::layered::{bytes_over, use_of_linked};
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{
     DiskMove, DiskMoveLimit, DiskMoveState, DiskMoves, DiskPlace, MoveDisks,

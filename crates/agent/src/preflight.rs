@@ -12,7 +12,7 @@ use crate::config::{CONFIG_PATH, HostConfig};
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
-pub(crate) use disks::{bytes_over, can_be_made};
+pub(crate) use disks::can_be_made;
 use godwit_migrate::admission::reasons_to_stay;
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::trial::CpuFacts;

@@ -10,12 +10,11 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use godwit_delta::MOVE_MAX;
-use rustix::fs::{SeekFrom, ioctl_ficlone, seek};
-use rustix::io::Errno;
+use rustix::fs::ioctl_ficlone;
 
 use crate::delta::{Delta, Target, merge};
 use crate::kept_room::KeptRoom;
-use crate::{Buffer, Error};
+use crate::{Buffer, Error, next_data};
 
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
@@ -95,10 +94,10 @@ fn copy(
 ) -> io::Result<bool> {
     fresh.set_len(chain.bytes)?;
     let (mut at, mut done, mut buffer) = (0, 0, Buffer::zeroed(PIECE));
-    while let Some((from, to)) = next_data(chain.base, at)? {
+    while let Some(data) = next_data(chain.base, at..chain.bytes)? {
         // What lies between is a hole, or was read.
-        at = at.max(from - from % ALIGNED);
-        let to = to.min(chain.bytes).next_multiple_of(ALIGNED);
+        at = at.max(data.start - data.start % ALIGNED);
+        let to = data.end.next_multiple_of(ALIGNED);
         let to = to.min(chain.bytes);
         while at < to {
             if !goes_on(done) {
@@ -113,9 +112,6 @@ fn copy(
                 fresh.write_all_at(piece, at)?;
             }
             (at, done) = (end, done + length as u64);
-        }
-        if at >= chain.bytes {
-            break;
         }
     }
     Ok(true)
@@ -134,15 +130,6 @@ fn read(file: &File, buffer: &mut [u8], (at, length): (u64, usize)) -> io::Resul
         }
     }
     Ok(())
-}
-
-/// The next run of data; all of the rest where the file system does not tell.
-fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
-    match seek(file, SeekFrom::Data(at)) {
-        Ok(from) => Ok(Some((from, seek(file, SeekFrom::Hole(from))?))),
-        Err(Errno::NXIO) => Ok(None),
-        Err(_) => Ok(Some((at, u64::MAX))),
-    }
 }
 
 #[cfg(test)]

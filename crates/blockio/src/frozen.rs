@@ -235,6 +235,20 @@ mod tests {
         (open(&from), open(&into))
     }
 
+    /// Copies that of these parts; `under_way`: what whoever looks on says each time.
+    fn copy(directory: &Path, data: Vec<Range<u64>>, under_way: Option<usize>) -> Option<Copied> {
+        let (from, into) = images(directory);
+        let filled = Arriving::of(&into).unwrap();
+        let frozen = Frozen {
+            from: from.as_fd(),
+            path: from.path(),
+            into: &filled,
+            data,
+            pace: &Pace::default(),
+        };
+        frozen.copy(|_| under_way).unwrap()
+    }
+
     fn content(directory: &Path, name: &str) -> Vec<u8> {
         std::fs::read(directory.join(name)).unwrap()
     }
@@ -242,16 +256,8 @@ mod tests {
     #[test]
     fn all_that_is_there_is_copied_and_its_holes_are_not() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (from, into) = images(directory.path());
-        let filled = Arriving::of(&into).unwrap();
-        let frozen = Frozen {
-            from: from.as_fd(),
-            path: from.path(),
-            into: &filled,
-            data: vec![REGION..2 * REGION, 3 * REGION..BYTES],
-            pace: &Pace::default(),
-        };
-        let copied = frozen.copy(|_| Some(0)).unwrap().unwrap();
+        let data = vec![REGION..2 * REGION, 3 * REGION..BYTES];
+        let copied = copy(directory.path(), data, Some(0)).unwrap();
         assert_eq!(copied.bytes, REGION + 4096);
         let [from, into] = ["from", "into"].map(|name| content(directory.path(), name));
         assert!(from == into);
@@ -260,16 +266,8 @@ mod tests {
     #[test]
     fn whoever_ends_it_early_is_told_that_it_is_not_whole() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (from, into) = images(directory.path());
-        let filled = Arriving::of(&into).unwrap();
-        let frozen = Frozen {
-            from: from.as_fd(),
-            path: from.path(),
-            into: &filled,
-            data: std::iter::once(0..BYTES).collect(),
-            pace: &Pace::default(),
-        };
-        assert_eq!(frozen.copy(|_| None).unwrap(), None);
+        let all = std::iter::once(0..BYTES).collect();
+        assert_eq!(copy(directory.path(), all, None), None);
         let copied = content(directory.path(), "into");
         assert!(copied.iter().all(|byte| *byte == 0));
     }

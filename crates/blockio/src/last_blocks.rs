@@ -20,7 +20,7 @@ pub struct LastBlocks<'a> {
     limit: Duration,
 }
 
-/// How far a disk is that is closed.
+/// How far a disk is that is closed, or all of a VM that goes to another host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Closed {
     /// Both images are the same.
@@ -28,6 +28,17 @@ pub enum Closed {
     NotYet,
     /// It took too long, and the guest works on.
     Opened,
+}
+
+impl Closed {
+    /// Of disks whose guest has been held for so long, and may be for `limit`.
+    pub fn after(held: Duration, limit: Duration, are_equal: bool) -> Self {
+        match are_equal {
+            true => Self::Equal,
+            false if held < limit => Self::NotYet,
+            false => Self::Opened,
+        }
+    }
 }
 
 impl<'a> LastBlocks<'a> {
@@ -93,15 +104,13 @@ impl<'a> LastBlocks<'a> {
         self.must_not_have_failed()?;
         let course = self.second.course();
         // In this order: what could not be cloned is told of as lost before it counts as done.
-        if self.second.under_way_bytes() == 0 && course.is_synchronised() {
-            return Ok(Closed::Equal);
+        let are_equal = self.second.under_way_bytes() == 0 && course.is_synchronised();
+        let held = now.saturating_duration_since(self.closed_at.unwrap_or(now));
+        let closed = Closed::after(held, self.limit, are_equal);
+        if closed == Closed::Opened {
+            course.open();
         }
-        let since = self.closed_at.unwrap_or(now);
-        if now.saturating_duration_since(since) < self.limit {
-            return Ok(Closed::NotYet);
-        }
-        course.open();
-        Ok(Closed::Opened)
+        Ok(closed)
     }
 }
 
@@ -111,6 +120,15 @@ mod tests {
     use crate::filters::{Course, DirtyTracking};
     use crate::{Access, Image};
     use godwit_tracking::{Options, Why};
+
+    #[test]
+    fn disks_that_are_equal_at_last_count_as_equal_however_late() {
+        let limit = Duration::from_secs(1);
+        let soon = limit - Duration::from_millis(1);
+        assert_eq!(Closed::after(soon, limit, false), Closed::NotYet);
+        assert_eq!(Closed::after(limit, limit, false), Closed::Opened);
+        assert_eq!(Closed::after(limit, limit, true), Closed::Equal);
+    }
 
     #[test]
     fn a_guest_is_held_until_the_limit_and_no_longer() {

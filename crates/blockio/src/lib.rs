@@ -30,6 +30,7 @@ mod flatten;
 mod frozen;
 pub mod grow;
 pub mod holder;
+mod holes;
 mod image;
 mod image_lock;
 mod kept_room;
@@ -52,6 +53,7 @@ pub use error::Error;
 pub use filter::{Filter, Flow};
 pub use flatten::{Chain, flatten};
 pub use frozen::{Copied, Frozen};
+pub use holes::next_data;
 pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 

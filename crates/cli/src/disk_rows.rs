@@ -1,10 +1,11 @@
-//! What is shown of a VM's disks: where each is, what is not usual about it, and what it does.
+//! What is shown of a VM's disks: where each is, what is not usual about it, what it does, and what the iterations of one that moves came to.
 //!
 //! Pure text, owns nothing. Refuses nothing: of a disk that its host says nothing about, what it does is left out.
 
 use crate::figures::{amount, mib};
 use godwit_types::control_api::VmView;
 use godwit_types::disk_activity::DiskActivity;
+use godwit_types::disk_move::DiskIteration;
 use godwit_types::vm::DiskSpec;
 use std::fmt::Write as _;
 
@@ -23,6 +24,24 @@ pub fn disk_rows(vm: &VmView) -> Vec<(&'static str, String)> {
         ("disk", said.join(", "))
     };
     vm.spec.disks.iter().map(row).collect()
+}
+
+/// What an iteration of dirty block tracking came to, or a consolidation of a redo log.
+pub fn iteration(ended: &DiskIteration) -> String {
+    let left_out = match ended.deferred_bytes {
+        0 => String::new(),
+        bytes => format!(
+            ", without {} that is written again and again",
+            amount(bytes)
+        ),
+    };
+    format!(
+        "iteration {}: {} in {:.2} s{left_out}; {} to be copied again",
+        ended.number,
+        amount(ended.copied_bytes),
+        ended.seconds,
+        amount(ended.dirty_bytes.saturating_sub(ended.deferred_bytes))
+    )
 }
 
 fn disk_does(disk: &DiskActivity) -> String {

@@ -2,6 +2,7 @@
 //!
 //! Part of [`Output`]. Owns nothing. Refuses: figures of what did not happen, such as a switchover that was never made.
 
+use crate::disk_rows::iteration;
 use crate::figures::{guest_speed, mib, moment, rate, seconds};
 use crate::output::{Output, Tone, kebab};
 use crate::plain;
@@ -27,6 +28,9 @@ impl Output {
             let note = plain::sentence(note);
             self.line(self.paint(format!("note: {note}"), Tone::Warn));
         }
+        for line in disk_lines(report) {
+            self.line(line);
+        }
         self.iterations(report);
     }
 
@@ -47,6 +51,15 @@ impl Output {
         ];
         self.fitting_table(&header, rows, &["limited by", "zero pages"]);
     }
+}
+
+/// What each iteration came to of disks that went along by dirty block tracking.
+fn disk_lines(report: &MigrationReport) -> impl Iterator<Item = String> {
+    report.disk_iterations.iter().flat_map(|of| {
+        let disk = plain::sentence(&of.disk);
+        let ended = of.iterations.iter();
+        ended.map(move |ended| format!("disk {disk}, {}", iteration(ended)))
+    })
 }
 
 /// What takes less tells of no rate, s.

@@ -54,6 +54,30 @@ fn a_move_by_dirty_tracking_says_so_and_how_long_its_guest_stood_still_for_its_d
     assert_eq!(disks, "10.0 MiB of 10.0 MiB copied by dirty-tracking");
     let of_it = row(&tracked, "of it disks").unwrap();
     assert_eq!(of_it, "2000.0 ms for their last blocks");
+    assert_eq!(disk_lines(&tracked).count(), 0, "its host told of none");
+}
+
+#[test]
+fn of_a_disk_that_went_along_by_dirty_tracking_each_iteration_is_told() {
+    let ended = |number: u32, dirty: u64, deferred: u64| {
+        json!({"number": number, "copied_bytes": 300 << 20, "seconds": 1.5, "dirty_bytes": dirty, "hot_bytes": deferred,
+            "deferred_bytes": deferred})
+    };
+    let tracked = report(json!({
+        "disk_bytes": 300 << 20, "method": "dirty-tracking",
+        "disk_iterations": [
+            {"disk": "root", "iterations": [ended(1, 40 << 20, 10 << 20), ended(2, 0, 0)]},
+            {"disk": "data", "iterations": []}
+        ]
+    }));
+    let lines: Vec<String> = disk_lines(&tracked).collect();
+    assert_eq!(
+        lines,
+        [
+            "disk root, iteration 1: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB to be copied again",
+            "disk root, iteration 2: 300.0 MiB in 1.50 s; 0.0 MiB to be copied again"
+        ]
+    );
 }
 
 /// Both hosts lost power in the handover, and a pause of 0.0 ms was said to have missed its target by 0.0 ms.

@@ -15,6 +15,8 @@ use std::collections::BTreeSet;
 
 /// Most passes of a migration that are kept of its report.
 const ITERATIONS_MAX: usize = 10_000;
+/// Most iterations that are kept of a disk.
+const DISK_ITERATIONS_MAX: usize = 64;
 /// Most notes that are kept of a report, and most lines of a check.
 const LINES_MAX: usize = 100;
 
@@ -270,6 +272,11 @@ fn must_be_distinct<'a>(
 /// A host's report, cut down to what the controller keeps of it.
 pub fn report(mut report: MigrationReport) -> MigrationReport {
     report.iterations.truncate(ITERATIONS_MAX);
+    report.disk_iterations.truncate(DISKS_MAX);
+    for disk in &mut report.disk_iterations {
+        sentence(&mut disk.disk);
+        disk.iterations.truncate(DISK_ITERATIONS_MAX);
+    }
     lines(&mut report.notes);
     report.events.truncate(LINES_MAX);
     for event in &mut report.events {

@@ -37,6 +37,12 @@ pub use states::{Grain, States, words_for};
 pub struct Id(pub [u8; 16]);
 
 impl Id {
+    /// As it stands in a description of images, in hexadecimal digits.
+    pub fn of_digits(text: &str) -> Option<Self> {
+        let number = u128::from_str_radix(text, 16).ok()?;
+        Some(Self(number.to_be_bytes()))
+    }
+
     /// The number by which descriptors know a disk's content: never one that means something else.
     pub fn cid(&self) -> u32 {
         let [a, b, c, d, ..] = self.0;

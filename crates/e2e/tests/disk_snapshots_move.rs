@@ -11,11 +11,9 @@ use disk_site::{
     is_described, move_ended, own,
 };
 use godwit_e2e::pair::Options;
-use godwit_e2e::relay::Mode;
 use godwit_types::disk_move::{DiskMoveState, Method};
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::Outcome;
-use godwit_types::vm::VmState;
 use std::path::Path;
 use std::time::Instant;
 
@@ -233,17 +231,7 @@ fn a_link_that_is_lost_while_snapshots_are_sent_is_made_again_and_nothing_is_mis
     let site = Site::apart()?;
     let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
     let (a, b) = (&site.pair.a, &site.pair.b);
-    let options = Options {
-        relayed: true,
-        ..site.slowly()
-    };
-    let id = site.pair.begin(a, b, &options)?;
-    site.is_half_way(&id)?;
-    site.pair.link(Mode::Cut);
-    site.goes_on(a, 50)?;
-    site.pair.link(Mode::Open);
-    site.ends(&id, Outcome::Completed)?;
-    site.goes_on(b, 20)?;
+    site.migrates_over_a_lost_link()?;
     ensure!(tree(b)? == listed);
     site.has_nothing(a)?;
     site.pair.migrate(b, a, &Options::default())?;
@@ -264,17 +252,9 @@ fn a_process_that_dies_while_snapshots_go_to_another_host_leaves_the_disk_where_
     ] {
         let site = Site::apart()?;
         let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
-        let (a, b) = (&site.pair.a, &site.pair.b);
-        dies_at(if at_source { a } else { b }, point)?;
-        let begun = site.pair.try_begin(a, b, &Options::default())?;
-        has_died(if at_source { a } else { b }).with_context(|| point)?;
-        if begun.1.is_ok() {
-            let report = site.ends(&begun.0, Outcome::Failed);
-            report.with_context(|| point)?;
-        }
-        site.goes_on(a, 20).with_context(|| point)?;
-        site.has_nothing(b).with_context(|| point)?;
-        ensure!(tree(a)? == listed, "{point}");
+        let ended = site.dies_before_the_handover(point, at_source);
+        ended.with_context(|| point)?;
+        ensure!(tree(&site.pair.a)? == listed, "{point}");
         is_of_use(&site, &before).with_context(|| point)?;
         println!("  killed at {point}");
     }
@@ -294,30 +274,15 @@ fn a_process_that_dies_in_the_handover_leaves_one_disk_with_all_its_snapshots() 
         let site = Site::apart()?;
         let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
         let (a, b) = (&site.pair.a, &site.pair.b);
-        let victim = if at_source { a } else { b };
-        dies_at(victim, point)?;
-        let (id, _) = site.pair.try_begin(a, b, &Options::default())?;
-        has_died(victim).with_context(|| point)?;
-        let told = site.pair.wait_end(a, &id, LONG);
-        let outcome = told.with_context(|| point)?.outcome;
-        let (holder, other) = match outcome {
-            Some(Outcome::Completed) => (b, a),
-            _ => (a, b),
-        };
-        let deadline = Instant::now() + LONG;
-        while !holder.vm().is_ok_and(|vm| vm.state == VmState::Running) {
-            ensure!(Instant::now() < deadline, "{point}: nobody runs it");
-            std::thread::sleep(LOOK_EVERY);
-        }
-        site.goes_on(holder, 20).with_context(|| point)?;
-        site.has_nothing(other).with_context(|| point)?;
+        let has_gone = site.dies_in_the_handover(point, at_source);
+        let has_gone = has_gone.with_context(|| point)?;
+        let holder = if has_gone { b } else { a };
         ensure!(tree(holder)? == listed, "{point}");
-        if outcome == Some(Outcome::Completed) {
+        if has_gone {
             let back = site.pair.migrate(b, a, &Options::default());
             back.with_context(|| point)?;
         }
         is_of_use(&site, &before).with_context(|| point)?;
-        println!("  killed at {point}: {outcome:?}");
     }
     Ok(())
 }

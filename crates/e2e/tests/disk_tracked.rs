@@ -136,6 +136,12 @@ fn a_vm_moves_with_its_disk_by_dirty_tracking_to_another_host_and_back() -> Resu
         println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
         ensure!(report.switchover_ms < HELD_MAX_MS, "{report:?}");
         ensure!(report.method == Method::DirtyTracking, "{report:?}");
+        let [of_root] = report.disk_iterations.as_slice() else {
+            bail!("of one disk it is told what its iterations came to: {report:?}");
+        };
+        let first = of_root.iterations.first();
+        let has_copied = first.is_some_and(|first| first.number == 1 && first.copied_bytes > 0);
+        ensure!(of_root.disk == "root" && has_copied, "{of_root:?}");
         site.goes_on(to, 20)?;
         site.is_whole(to)?;
         site.has_nothing(from)?;

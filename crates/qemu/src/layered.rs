@@ -2,12 +2,15 @@
 //!
 //! Owns nothing. Refuses: to take a part for the whole, and a place where the snapshots of an image that is gone are described.
 
-use godwit_snapshots::{Images, Kind};
+use godwit_snapshots::{Images, Kind, files};
 use godwit_store::load_json;
+use godwit_types::datastore::is_device_path;
 use godwit_types::migration::LinkedTo;
-use godwit_types::snapshots::{LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of};
+use godwit_types::snapshots::{
+    LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, becomes_one_image, description_of,
+};
 use rustix::fs::fgetxattr;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -16,16 +19,9 @@ pub fn use_of_linked(image: &Path) -> Option<u64> {
     let images: Images = load_json(&description_of(image)).ok()??;
     images.check().ok()?;
     images.common()?;
-    let takes = |path: &Path| {
-        let found = path.metadata();
-        found.map_or(0, |found| found.blocks().saturating_mul(512))
-    };
+    let takes = |path: &Path| path.metadata().map_or(0, |found| bytes_of(&found));
     let each = images.images.iter().map(|(name, one)| match one.kind {
-        Kind::Delta => {
-            let extent = format!("{name}-sesparse.vmdk");
-            let elsewhere = images.elsewhere.get(name).map(Path::new);
-            takes(&elsewhere.map_or_else(|| image.with_file_name(&extent), |at| at.join(&extent)))
-        }
+        Kind::Delta => takes(&images.extent_at(image, name)),
         // A path, of what is common.
         Kind::Raw => takes(&image.with_file_name(name)),
     });
@@ -41,9 +37,48 @@ pub fn linked_to(image: &Path) -> Option<LinkedTo> {
     Some(LinkedTo {
         path: common.path.to_owned(),
         id: common.id.to_owned(),
-        used_bytes: found.map_or(0, |found| found.blocks().saturating_mul(512)),
+        used_bytes: found.map_or(0, |found| bytes_of(&found)),
         has_snapshots: !images.may_become_one(),
     })
+}
+
+/// Whether it is said beside this image that it is a part of its disk only.
+pub fn is_layered(image: &Path) -> bool {
+    let is_device = is_device_path(&image.to_string_lossy());
+    !is_device && description_of(image).symlink_metadata().is_ok()
+}
+
+/// Bytes that the images take which lie over this one, where it is a part of its disk only.
+pub fn bytes_over(image: &Path) -> u64 {
+    if !is_layered(image) {
+        return 0;
+    }
+    let own = image.file_name().and_then(|name| name.to_str());
+    let (Some(own), Some(names)) = (own, image.parent().and_then(|above| above.read_dir().ok()))
+    else {
+        return 0;
+    };
+    let is_over = |file: &str| {
+        let delta = files::of_extent(file);
+        delta.is_some_and(|delta| files::number_of(own, delta).is_some())
+    };
+    let taken = names.flatten().filter_map(|entry| {
+        let is_over = entry.file_name().to_str().is_some_and(is_over);
+        let found = is_over.then(|| entry.metadata().ok()).flatten()?;
+        Some(bytes_of(&found))
+    });
+    taken.sum()
+}
+
+fn bytes_of(found: &Metadata) -> u64 {
+    found.blocks().saturating_mul(512)
+}
+
+/// A number for a mark, or by which a delta is known: of 128 bits, in hexadecimal digits.
+pub fn random_number() -> Result<String, String> {
+    let mut number = [0; 16];
+    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
+    Ok(format!("{:032x}", u128::from_be_bytes(number)))
 }
 
 /// Where the snapshots are described of an image that is not there.
@@ -65,7 +100,8 @@ pub fn must_be_whole(file: &File, path: &str) -> Result<(), String> {
     match is_part || description_of(Path::new(path)).symlink_metadata().is_ok() {
         false => Ok(()),
         true => Err(format!(
-            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); a linked disk becomes one image when it moves ('godwit vm move-disk')"
+            "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); {}",
+            becomes_one_image("a linked disk")
         )),
     }
 }

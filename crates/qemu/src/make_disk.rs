@@ -25,14 +25,15 @@ use crate::reserved::Reserved;
 use crate::rights::become_user;
 use crate::user::User;
 use crate::whose::whose_at;
+use godwit_blockio::next_data;
 use godwit_ownership::ImageRecord;
 use godwit_types::VmName;
 use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use linked::Parent;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, fchmod, flock, fstat, fstatvfs,
-    openat, seek, statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, fchmod, flock, fstat, fstatvfs, openat,
+    statat, unlinkat,
 };
 use rustix::io::Errno;
 use source::Source;
@@ -440,13 +441,9 @@ fn fill(
 /// Copies what is data; holes and zeroes stay holes.
 fn copy(source: &Source, fresh: &File, progress: &Progress) -> io::Result<()> {
     let (mut at, mut buffer) = (0, vec![0; PIECE]);
-    while at < source.bytes {
-        let (from, to) = match next_data(source.file(), at) {
-            Some(run) => run?,
-            None => return Ok(()),
-        };
-        at = from;
-        let to = to.min(source.bytes);
+    while let Some(data) = next_data(source.file(), at..source.bytes)? {
+        at = data.start;
+        let to = data.end;
         while at < to {
             if progress.stop.load(Ordering::Relaxed) {
                 return Err(io::Error::other("nobody wants it any more"));
@@ -462,19 +459,6 @@ fn copy(source: &Source, fresh: &File, progress: &Progress) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// The next run of data; all of the rest where the file system does not tell.
-fn next_data(file: &File, at: u64) -> Option<io::Result<(u64, u64)>> {
-    match seek(file, SeekFrom::Data(at)) {
-        Ok(from) => Some(
-            seek(file, SeekFrom::Hole(from))
-                .map(|to| (from, to))
-                .map_err(io::Error::from),
-        ),
-        Err(Errno::NXIO) => None,
-        Err(_) => Some(Ok((at, u64::MAX))),
-    }
 }
 
 /// For the group of all VMs' images, and durable.

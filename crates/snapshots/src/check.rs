@@ -3,6 +3,7 @@
 //! Pure, owns nothing. Refuses what contradicts itself, and names that lead out of the disk's directory, but for redo logs of a disk that moves, and the
 //! parent of a linked one, both by whole paths; in a sentence's end that names the image.
 
+use crate::files::number_of;
 use crate::{CHAIN_MAX, IMAGES_MAX, Image, Images, Kind, Refusal, SNAPSHOTS_MAX};
 use godwit_types::snapshots::SNAPSHOT_TEXT_LEN_MAX as TEXT_LEN_MAX;
 use godwit_types::vm::{DISK_GIB_MAX, DISKS_MAX};
@@ -63,11 +64,7 @@ impl Images {
     /// What is, or was, a part of a disk and is not called after its own file, beside which it lies. Where files were copied under another name, two
     /// disks would have one part.
     pub fn not_called_after(&self, disk_file: &str) -> Option<&str> {
-        let is_its = |name: &str| {
-            let number = name.strip_prefix(disk_file);
-            let number = number.and_then(|rest| rest.strip_prefix(".d"));
-            number.is_some_and(|number| number.parse::<u64>().is_ok())
-        };
+        let is_its = |name: &str| number_of(disk_file, name).is_some();
         let own = self.images.iter().filter(|(_, image)| !image.common);
         let own = own.map(|(name, _)| name);
         let mut all = own.chain(self.leaving.keys());

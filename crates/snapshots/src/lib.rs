@@ -15,11 +15,12 @@
 
 #![forbid(unsafe_code)]
 
+mod another_place;
 mod check;
-mod elsewhere;
+pub mod files;
 mod tidying;
 
-pub use elsewhere::Elsewhere;
+pub use another_place::AnotherPlace;
 pub use tidying::Tidying;
 
 use godwit_types::plant::planted;
@@ -177,8 +178,7 @@ impl Images {
         images.images = BTreeMap::from([(common.path.to_owned(), lowest)]);
         images.put_top(fresh, common.path.to_owned());
         // The names before it may be those of files that were left.
-        let number = fresh.name.rsplit_once(".d").map(|(_, number)| number);
-        let number = number.and_then(|number| number.parse::<u64>().ok());
+        let number = files::any_number_of(&fresh.name);
         let next = number.map_or(0, |number| number.saturating_add(1));
         images.next = images.next.max(next);
         images.checked()
@@ -211,11 +211,6 @@ impl Images {
             && self.leaving.is_empty()
             && self.images.len() == 1
             && self.images.values().all(is_raw)
-    }
-
-    /// How the image of this number is called of the disk whose own file has this name.
-    pub fn name_of(disk_file: &str, number: u64) -> String {
-        format!("{disk_file}.d{number}")
     }
 
     /// Takes a snapshot: the top is frozen under `fresh`.

@@ -1,7 +1,7 @@
 //! Snapshots of a disk beside a model of what each image holds: taken, gone back to and forgotten in any order, while the guest
 //! writes, and while images are tidied by a process that is killed and begins anew.
 
-use godwit_snapshots::{Fresh, Image, Images, Kind, Snapshot, Tidying};
+use godwit_snapshots::{Fresh, Image, Images, Kind, Snapshot, Tidying, files};
 use godwit_types::SnapshotName;
 use std::collections::BTreeMap;
 
@@ -86,7 +86,7 @@ impl World {
     }
 
     fn fresh(&mut self) -> Fresh {
-        let name = Images::name_of("disk", self.images.next);
+        let name = files::delta("disk", self.images.next);
         self.files.insert(name.clone(), Content::new());
         Fresh {
             name,
@@ -209,7 +209,7 @@ impl World {
         let (mark, id) = ("6".repeat(32), format!("{:032x}", u64::MAX));
         let there = self
             .images
-            .elsewhere("disk", (self.images.next, &mark), &id);
+            .at_another_place("disk", (self.images.next, &mark), &id);
         let there = there.map_err(|why| format!("it goes elsewhere: {why}"))?;
         let of = |name: &String| self.files[name].clone();
         let mut files: BTreeMap<String, Content> = there

@@ -1,6 +1,6 @@
 //! What is refused, and what is known of a disk from its description alone.
 
-use godwit_snapshots::{CHAIN_MAX, Common, Fresh, Images, Snapshot, Tidying};
+use godwit_snapshots::{CHAIN_MAX, Common, Fresh, Images, Snapshot, Tidying, files};
 use godwit_types::{SnapshotName, VmName};
 
 fn named(name: &str) -> SnapshotName {
@@ -9,7 +9,7 @@ fn named(name: &str) -> SnapshotName {
 
 fn fresh(images: &Images) -> Fresh {
     Fresh {
-        name: Images::name_of("root.raw", images.next),
+        name: files::delta("root.raw", images.next),
         id: format!("{:032x}", images.next),
         elsewhere: None,
     }
@@ -100,7 +100,7 @@ fn a_snapshot_counts_as_quiesced_only_once_that_is_said_of_it() {
 fn what_lies_over_the_own_image_comes_down_into_it_first() {
     let mut images = one();
     for number in 1..=3 {
-        let name = Images::name_of("new.raw.moving-1", number);
+        let name = files::delta("new.raw.moving-1", number);
         let id = format!("{number:032x}");
         let elsewhere = Some("/srv/fast".to_owned());
         images = images
@@ -135,7 +135,7 @@ fn logs_of_a_linked_disk_come_down_into_what_lies_beside_it_however_much_that_ho
     for number in 1..=2 {
         let log = Fresh {
             // Before the disk's own by name, or behind it.
-            name: Images::name_of(["new.raw", "web.raw"][number as usize - 1], number),
+            name: files::delta(["new.raw", "web.raw"][number as usize - 1], number),
             id: format!("{number:032x}"),
             elsewhere: Some("/srv/fast".to_owned()),
         };

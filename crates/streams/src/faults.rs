@@ -2,7 +2,8 @@
 //!
 //! Compiled to nothing without the feature `faults`, which no product build has. With it the environment of the process
 //! says what happens: `GODWIT_FAULT` names a point, `GODWIT_FAULT_DO` is `kill` (this process), `kill-qemu`, `hold`
-//! (stop there until the marker file is removed) or `slow` (20 ms each time); `GODWIT_FAULT_MARK` is the marker file,
+//! (stop there until the marker file is removed), `slow` (20 ms each time) or `late` (what is done there has taken longer than it
+//! may, where that is asked for: [`is_late`]); `GODWIT_FAULT_MARK` is the marker file,
 //! created when the point is reached, so that everything but `slow` happens once. `GODWIT_PLANT` names a planted fault:
 //! a step of the product left out or done too early, which a test must notice. `GODWIT_PATIENCE_MS` replaces the shortest
 //! silence that counts in a switchover, for machines that are busier than any host should be.
@@ -47,9 +48,11 @@ mod active {
         let Some(armed) = armed().filter(|armed| armed.point == point) else {
             return;
         };
-        if armed.action == "slow" {
-            std::thread::sleep(Duration::from_millis(20));
-            return;
+        match armed.action.as_str() {
+            "slow" => return std::thread::sleep(Duration::from_millis(20)),
+            // Whoever looks at the time there asks.
+            "late" => return,
+            _ => {}
         }
         if DONE.swap(true, Ordering::SeqCst) {
             return;
@@ -62,6 +65,16 @@ mod active {
             "kill-qemu" => kill(QEMU.load(Ordering::SeqCst)),
             _ => {}
         }
+    }
+
+    /// Whether what was done since this point counts as having taken longer than it may, whatever the clock says; once.
+    pub fn is_late(point: &str) -> bool {
+        let armed = armed().filter(|armed| armed.point == point && armed.action == "late");
+        let Some(armed) = armed.filter(|_| !DONE.swap(true, Ordering::SeqCst)) else {
+            return false;
+        };
+        tracing::warn!(point, action = armed.action, "fault on purpose");
+        std::fs::write(&armed.mark, point).is_ok()
     }
 
     pub fn patience(product: Duration) -> Duration {
@@ -94,10 +107,15 @@ mod active {
     pub fn reached(_point: &str) {}
 
     #[inline(always)]
+    pub fn is_late(_point: &str) -> bool {
+        false
+    }
+
+    #[inline(always)]
     pub fn patience(product: std::time::Duration) -> std::time::Duration {
         product
     }
 }
 
-pub use active::{patience, qemu_is, reached};
+pub use active::{is_late, patience, qemu_is, reached};
 pub use godwit_types::plant::planted;

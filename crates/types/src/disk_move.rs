@@ -173,6 +173,14 @@ pub struct DiskIteration {
     pub deferred_bytes: u64,
 }
 
+/// What the iterations came to of one disk that goes along with its VM by dirty block tracking.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskIterations {
+    pub disk: String,
+    /// Those that have ended, as many as are kept.
+    pub iterations: Vec<DiskIteration>,
+}
+
 /// What it took to move a disk by snapshots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RedoLogs {

@@ -24,10 +24,20 @@ pub const PARENT_MARK: &str = "user.godwit.parent";
 /// Digits of that number.
 pub const PARENT_MARK_DIGITS: usize = 32;
 
+/// What a refusal says of how a linked disk comes to stand alone; `which` names it there.
+pub fn becomes_one_image(which: &str) -> String {
+    format!(
+        "{which} becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+    )
+}
+
+/// What its name ends in that says of what a disk consists.
+pub const DESCRIPTION_END: &str = ".images";
+
 /// Where the description lies of a disk that consists of more than this image.
 pub fn description_of(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
-    path.push(".images");
+    path.push(DESCRIPTION_END);
     path.into()
 }
 

@@ -23,7 +23,6 @@ mod gentle;
 #[cfg(test)]
 mod hardware_tests;
 mod history;
-mod holes;
 mod images;
 mod in_place;
 mod keeping;
@@ -55,6 +54,7 @@ mod standing;
 mod switching;
 mod there;
 mod tidying;
+mod to_copy;
 mod together;
 mod told;
 mod tracked;

@@ -32,7 +32,7 @@ mod active {
 }
 
 pub(crate) use active::cont_without_permit;
-pub(crate) use godwit_streams::faults::{patience, planted, qemu_is, reached};
+pub(crate) use godwit_streams::faults::{is_late, patience, planted, qemu_is, reached};
 
 use godwit_ownership::{HostRecord, Phase};
 

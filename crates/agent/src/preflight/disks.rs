@@ -12,11 +12,10 @@ use godwit_qemu::device::device_must_take;
 use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_qemu::disk_place::room_of;
 use godwit_qemu::holding::device_must_be_nobodys;
-use godwit_qemu::layered::linked_to;
+use godwit_qemu::layered::{bytes_over, is_layered, linked_to};
 use godwit_qemu::user::{User, can_make_disk};
 use godwit_types::datastore::{Datastores, datastore_of, is_device_path};
 use godwit_types::migration::DiskToMove;
-use godwit_types::snapshots::description_of;
 use godwit_types::vm::{DiskSpec, VmSpec, check_disk_bytes};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
@@ -92,36 +91,6 @@ fn measured(disk: &DiskSpec, end: End) -> Result<DiskToMove, String> {
         used_bytes,
         linked,
     })
-}
-
-/// Whether it is said beside this image that it is a part of its disk only.
-fn is_layered(image: &Path) -> bool {
-    let is_device = is_device_path(&image.to_string_lossy());
-    !is_device && description_of(image).symlink_metadata().is_ok()
-}
-
-/// Bytes that the images take which lie over this one, where it is a part of its disk only.
-pub(crate) fn bytes_over(image: &Path) -> u64 {
-    if !is_layered(image) {
-        return 0;
-    }
-    let own = image.file_name().and_then(|name| name.to_str());
-    let (Some(own), Some(names)) = (own, image.parent().and_then(|above| above.read_dir().ok()))
-    else {
-        return 0;
-    };
-    let is_over = |name: &str| {
-        let number = name
-            .strip_prefix(own)
-            .and_then(|rest| rest.strip_prefix(".d"));
-        number.is_some_and(|number| number.ends_with("-sesparse.vmdk"))
-    };
-    let taken = names.flatten().filter_map(|entry| {
-        let is_over = entry.file_name().to_str().is_some_and(is_over);
-        let found = is_over.then(|| entry.metadata().ok()).flatten()?;
-        Some(found.blocks().saturating_mul(512))
-    });
-    taken.sum()
 }
 
 /// Bytes that the disks before this one take, by the numbers of their file systems.

@@ -251,6 +251,15 @@ mod tests {
 
     const BYTES: u64 = (1 << 20) + 512;
 
+    /// A raw image full of ones, and a directory for what lies over it.
+    fn below_all() -> (tempfile::TempDir, Image) {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let at = directory.path().join("raw");
+        std::fs::write(&at, vec![1; BYTES as usize]).unwrap();
+        let raw = Image::open(&at, Access::ReadOnly, 512).unwrap();
+        (directory, raw)
+    }
+
     fn opening(name: &str) -> Opening<'_> {
         Opening {
             block_bytes: 512,
@@ -299,10 +308,7 @@ mod tests {
 
     #[test]
     fn what_covers_a_grain_in_part_is_filled_from_below_and_zeros_hide_what_is_there() {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let at = directory.path().join("raw");
-        std::fs::write(&at, vec![1; BYTES as usize]).unwrap();
-        let raw = Image::open(&at, Access::ReadOnly, 512).unwrap();
+        let (directory, raw) = below_all();
         let (lower, top) = (
             delta(directory.path(), "lower", 1),
             delta(directory.path(), "top", 2),
@@ -334,10 +340,7 @@ mod tests {
 
     #[test]
     fn what_was_let_go_has_its_tables_written_by_nobody_else() {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let at = directory.path().join("raw");
-        std::fs::write(&at, vec![1; BYTES as usize]).unwrap();
-        let raw = Image::open(&at, Access::ReadOnly, 512).unwrap();
+        let (directory, raw) = below_all();
         let top = delta(directory.path(), "top", 2);
         let arriving = Arriving::over(&top, &[], &raw).unwrap();
         let content = [3; GRAIN as usize];
@@ -349,10 +352,7 @@ mod tests {
 
     #[test]
     fn what_is_made_durable_is_said_by_the_tables_alone() {
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let at = directory.path().join("raw");
-        std::fs::write(&at, vec![1; BYTES as usize]).unwrap();
-        let raw = Image::open(&at, Access::ReadOnly, 512).unwrap();
+        let (directory, raw) = below_all();
         let top = delta(directory.path(), "top", 2);
         let arriving = Arriving::over(&top, &[], &raw).unwrap();
         assert_eq!(arriving.bytes(), BYTES);

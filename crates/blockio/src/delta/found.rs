@@ -13,7 +13,7 @@ use godwit_delta::{GRAIN, Grain, Id, Label, Layout, States, Use, header, table};
 
 use super::tables::{self, Unread};
 use super::{Delta, Opening, Outliving, Words, file_of, unusable};
-use crate::{Access, Buffer, Error, Image};
+use crate::{Access, Buffer, Error, Image, next_data};
 
 /// Which delta an extent must be: its number, and how long its disk is, where whoever opens it knows that. Nothing is made room for by what a file says of
 /// itself before it was compared.
@@ -220,7 +220,7 @@ pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, E
     };
     let data = found.layout.data_at()..found.layout.file_bytes();
     if let Use::Open { .. } = found.label.in_use {
-        let next = tables::next_data(&found.image, data);
+        let next = next_data(&found.image, data);
         if next.map_err(|source| found.failed(source))?.is_some() {
             return Ok(false);
         }

@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use godwit_delta::{Descriptor, Id, Kind, Label, Layout, Parent, Use, header, table};
+use godwit_snapshots::files;
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
@@ -55,7 +56,7 @@ pub fn describe_delta(new: &NewDelta<'_>) -> Result<Parent, Error> {
     let (stem, _) = extent_of(new.descriptor)?;
     Ok(Parent {
         cid,
-        hint: format!("{stem}.vmdk"),
+        hint: files::descriptor(&stem),
     })
 }
 
@@ -107,7 +108,7 @@ pub fn describe_base(
     write_new(descriptor, &text)?;
     Ok(Parent {
         cid,
-        hint: format!("{stem}.vmdk"),
+        hint: files::descriptor(&stem),
     })
 }
 
@@ -135,10 +136,10 @@ pub fn describe_over(descriptor: &Path, parent: &Parent) -> Result<(), Error> {
 /// The name of a descriptor without its end, and that of the extent beside it.
 fn extent_of(descriptor: &Path) -> Result<(String, String), Error> {
     let name = descriptor.file_name().and_then(|name| name.to_str());
-    let stem = name.and_then(|name| name.strip_suffix(".vmdk"));
+    let stem = name.and_then(files::of_descriptor);
     let stem = stem.filter(|stem| !stem.is_empty());
     let stem = stem.ok_or_else(|| unusable(descriptor, "the name of a delta ends in .vmdk"))?;
-    Ok((stem.to_owned(), format!("{stem}-sesparse.vmdk")))
+    Ok((stem.to_owned(), files::extent(stem)))
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {

@@ -4,17 +4,14 @@
 
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
 use godwit_delta::{BLOCK, Layout, Refused, States, table};
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 
 use super::file_of;
 use super::map::Words;
-use crate::{Buffer, Image};
+use crate::{Buffer, Image, next_data};
 
 /// So many blocks are looked at together: a guest may have discarded all of a large disk.
 pub(super) const MARKED: usize = 1 << 12;
@@ -67,24 +64,6 @@ fn take(layout: &Layout, states: &States<Words>, first: u64, bytes: &[u8]) -> Re
         states.load(block, &words);
     }
     Ok(())
-}
-
-/// The next part of a range that is no hole, as far as the file system tells.
-pub(super) fn next_data(image: &Image, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
-    if range.is_empty() {
-        return Ok(None);
-    }
-    let start = match rustix::fs::seek(image.as_fd(), SeekFrom::Data(range.start)) {
-        Ok(start) => start,
-        Err(Errno::NXIO) => return Ok(None),
-        Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Some(range)),
-        Err(error) => return Err(error.into()),
-    };
-    if start >= range.end {
-        return Ok(None);
-    }
-    let end = rustix::fs::seek(image.as_fd(), SeekFrom::Hole(start))?;
-    Ok(Some(start..end.min(range.end)))
 }
 
 /// Why a round came to no end.

@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
@@ -12,14 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
-
 use super::REGION;
 use super::copying::give_copy;
 use super::course::{Course, lock};
 use super::outlet::Outlet;
-use crate::{Buffer, Error, Image};
+use crate::{Buffer, Error, Image, next_data};
 
 /// How often it is looked whether there is room again.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -51,7 +49,7 @@ impl<'a> Still<'a> {
             source,
         };
         let data = data_of(image);
-        let data = data.map_err(|errno| failed("look for holes in", errno.into()))?;
+        let data = data.map_err(|error| failed("look for holes in", error))?;
         let file = image.as_fd().try_clone_to_owned();
         let mut still = Self {
             image,
@@ -182,22 +180,13 @@ impl<'a> Still<'a> {
 }
 
 /// What of it is no hole, in whole regions; all where the file system does not tell.
-fn data_of(image: &Image) -> Result<VecDeque<Range<u64>>, Errno> {
-    let (bytes, all) = (image.bytes(), 0..image.bytes());
+fn data_of(image: &Image) -> io::Result<VecDeque<Range<u64>>> {
+    let bytes = image.bytes();
     let mut found: VecDeque<Range<u64>> = VecDeque::new();
     let mut at = 0;
-    while at < bytes {
-        let start = match seek(image.as_fd(), SeekFrom::Data(at)) {
-            Ok(start) => start,
-            Err(Errno::NXIO) => break,
-            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                return Ok(VecDeque::from([all]));
-            }
-            Err(error) => return Err(error),
-        };
-        let end = seek(image.as_fd(), SeekFrom::Hole(start))?;
-        let whole = start / REGION * REGION..end.next_multiple_of(REGION).min(bytes);
-        at = whole.end.max(at + 1);
+    while let Some(data) = next_data(image, at..bytes)? {
+        let whole = data.start / REGION * REGION..data.end.next_multiple_of(REGION).min(bytes);
+        at = whole.end;
         match found.back_mut() {
             Some(last) if last.end >= whole.start => last.end = last.end.max(whole.end),
             _ => found.push_back(whole),

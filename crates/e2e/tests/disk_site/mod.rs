@@ -1,6 +1,7 @@
 //! Two hosts and a guest that boots from a disk, whose every round it writes there, beside much that it only reads.
 #![allow(dead_code)]
 
+pub mod interrupted;
 pub mod linked;
 pub mod redo;
 pub mod snapshots;

@@ -15,7 +15,7 @@
 use super::source::LOCK_WAIT;
 use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
 use crate::disk::{NotOpened, must_be_no_devices, open_looked_at};
-use crate::layered::must_be_whole;
+use crate::layered::{must_be_whole, random_number};
 use crate::parent::{is_parent, number_for_disks};
 use crate::qcow2::{Format, HEAD_MAX, format_of};
 use crate::reserved::place_of_open;
@@ -26,7 +26,7 @@ use godwit_blockio::delta::{NewDelta, create, describe_base};
 use godwit_blockio::{Access, lock_file};
 use godwit_delta::{Id, Parent as Below};
 use godwit_ownership::ImageRecord;
-use godwit_snapshots::{Common, Fresh, Images};
+use godwit_snapshots::{Common, Fresh, Images, files};
 use godwit_store::save_json;
 use godwit_types::snapshots::{LAYERED_MARK, description_of};
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
@@ -251,11 +251,11 @@ impl Place {
         let own = self.name.to_str();
         let own = own.ok_or("its name is no text: give it another path")?;
         let is_free = |name: &String| {
-            let files = [format!("{name}.vmdk"), format!("{name}-sesparse.vmdk")];
+            let files = [files::descriptor(name), files::extent(name)];
             let mut files = files.iter();
             files.all(|file| statat(&self.dir, file, AtFlags::SYMLINK_NOFOLLOW).is_err())
         };
-        let mut names = (1..=NUMBERS_MAX).map(|number| Images::name_of(own, number));
+        let mut names = (1..=NUMBERS_MAX).map(|number| files::delta(own, number));
         let name = names.find(is_free).ok_or_else(|| {
             format!("there are files under the first {NUMBERS_MAX} names for what is written to it: see whose they are")
         })?;
@@ -303,8 +303,9 @@ fn be_part(fresh: &File, number: &str) -> Result<(), String> {
 
 /// Durably. What was begun holds nothing: it is removed with others that nobody names.
 fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String> {
-    let hint = format!("{}.vmdk", parent.path);
-    let cid = id_of(&parent.id)?.cid();
+    let hint = files::descriptor(&parent.path);
+    let no_number = || format!("{} is no number that an image bears", parent.id);
+    let cid = Id::of_digits(&parent.id).ok_or_else(no_number)?.cid();
     let above = Path::new(&hint);
     let name = Path::new(&parent.path).file_name().unwrap_or_default();
     let name = name.to_string_lossy();
@@ -314,26 +315,14 @@ fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String>
         tracing::info!(%error, "what a disk is linked to has no descriptor: qemu-img does not find its way to it");
     }
     let (descriptor, below) = (
-        path.with_file_name(format!("{}.vmdk", fresh.name)),
+        path.with_file_name(files::descriptor(&fresh.name)),
         Below { cid, hint },
     );
     let new = NewDelta {
         descriptor: &descriptor,
         bytes: parent.bytes,
-        id: id_of(&fresh.id)?,
+        id: Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?,
         parent: &below,
     };
     create(&new).map(drop).map_err(|error| error.to_string())
-}
-
-/// Of 128 bits, in hexadecimal digits.
-fn random_number() -> Result<String, String> {
-    let mut number = [0; 16];
-    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-    Ok(format!("{:032x}", u128::from_be_bytes(number)))
-}
-
-fn id_of(digits: &str) -> Result<Id, String> {
-    let number = u128::from_str_radix(digits, 16).map_err(|error| error.to_string())?;
-    Ok(Id(number.to_be_bytes()))
 }

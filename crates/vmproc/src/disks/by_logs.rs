@@ -18,7 +18,7 @@ use super::served::Served;
 use super::switching::{Going, Stopped};
 use super::{REST_WAIT, STAND_WAIT};
 use crate::adoption::lock;
-use crate::faults::reached;
+use crate::faults::{is_late, reached};
 use godwit_blockio::delta::{Target, merge as merge_images};
 use godwit_blockio::filters::{Beside, Pace, WaitTimes};
 use godwit_blockio::{Arriving, Image};
@@ -391,7 +391,8 @@ impl ByLogs<'_> {
         self.redo.done();
         let is_durable = in_time(standing.settle(STAND_WAIT))?;
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
-        let found = match is_durable && Instant::now() < until {
+        let is_in_time = is_durable && Instant::now() < until && !is_late("redo.held");
+        let found = match is_in_time {
             true => last.consolidate(until, || self.must_go_on())?,
             false => None,
         };

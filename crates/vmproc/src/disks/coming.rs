@@ -13,7 +13,7 @@
 use super::Disks;
 use super::described::not_done;
 use super::images::arriving_path;
-use super::layers::{Place, random_number};
+use super::layers::Place;
 use super::parts::Parts;
 use super::served::Served;
 use super::{BLOCK, LOCK_WAIT, REST_WAIT, lock_name, told};
@@ -23,7 +23,8 @@ use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Arriving, Image};
 use godwit_delta::Layout;
 use godwit_qemu::disk::identity_of_open;
-use godwit_snapshots::{Elsewhere, Images};
+use godwit_qemu::layered::random_number;
+use godwit_snapshots::{AnotherPlace, Images};
 use godwit_store::{json_of, save_json};
 use godwit_types::ApiError;
 use godwit_types::migration::MigrationSpec;
@@ -121,7 +122,7 @@ impl Served {
         }
         let (mark, top_id) = (random_number()?, random_number()?);
         let numbered = (here.first_number()?, &*mark);
-        let elsewhere = images.elsewhere(here.file_name()?, numbered, &top_id)?;
+        let elsewhere = images.at_another_place(here.file_name()?, numbered, &top_id)?;
         let made = self.make_coming(&here, &elsewhere)?;
         let over = elsewhere.names.values().filter_map(|name| {
             let file = made.get(name)?.try_clone();
@@ -155,7 +156,7 @@ impl Served {
     fn make_coming(
         &self,
         here: &Place<'_>,
-        elsewhere: &Elsewhere,
+        elsewhere: &AnotherPlace,
     ) -> Result<BTreeMap<String, File>, String> {
         let (spec, images) = (here.spec, &elsewhere.images);
         let layout = Layout::of(images.bytes).map_err(|why| why.to_string())?;

@@ -1,7 +1,6 @@
 //! What comes of a disk with snapshots: into which files, and what is left of them where it does not become the VM's.
 
 use super::super::came::{Source, put_aside};
-use super::super::layers::id_of;
 use super::*;
 use crate::testing::{Site, migration};
 use godwit_blockio::delta::{NewDelta, Opening, Outliving, create};
@@ -74,7 +73,7 @@ fn frozen() -> Vec<u8> {
     let new = NewDelta {
         descriptor: &descriptor,
         bytes: BYTES,
-        id: id_of(&format!("{:032x}", 1)).unwrap(),
+        id: Id::of_digits(&format!("{:032x}", 1)).unwrap(),
         parent: &parent,
     };
     create(&new).unwrap();

@@ -14,9 +14,10 @@
 
 use super::claim::Denied;
 use super::entry::{Entry, Found};
-use super::layers::{Place, random_number};
+use super::layers::Place;
 use super::redo::must_be_made_for;
 use super::served::open_file;
+use godwit_qemu::layered::random_number;
 use godwit_qemu::rights::as_user;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Image, Images, Kind};

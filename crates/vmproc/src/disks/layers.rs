@@ -20,11 +20,11 @@ use godwit_blockio::delta::{
 };
 use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images, Kind};
+use godwit_snapshots::{Fresh, Images, Kind, files};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::snapshots::{description_of, states_map_name};
+use godwit_types::snapshots::{becomes_one_image, description_of, states_map_name};
 use godwit_types::vm::DiskSpec;
 use std::fs::File;
 use std::io;
@@ -73,7 +73,8 @@ impl OwnedPlace {
 /// Why a disk with snapshots is not changed as a whole.
 pub(super) fn has_snapshots(changed: &str) -> String {
     format!(
-        "it has snapshots, or images of deleted ones that are not merged yet, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); a linked disk without any becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it has snapshots, or images of deleted ones that are not merged yet, or redo logs of a move that failed, or is linked to another image, and consists of several images, which are not {changed} together yet: delete its snapshots first, if it has any ('godwit vm snapshot list' tells when all is merged, and why it is not: it may need room beside its image); {}",
+        becomes_one_image("a linked disk without any")
     )
 }
 
@@ -137,25 +138,17 @@ impl Place<'_> {
         }
     }
 
-    /// A file of this image of the disk.
-    fn file_of(&self, images: &Images, name: &str, file: &str) -> PathBuf {
-        match images.elsewhere.get(name) {
-            Some(directory) => Path::new(directory).join(file),
-            None => self.path().with_file_name(file),
-        }
-    }
-
     pub(super) fn descriptor(&self, images: &Images, name: &str) -> PathBuf {
-        self.file_of(images, name, &descriptor_name(name))
+        images.descriptor_at(self.path(), name)
     }
 
     pub(super) fn extent(&self, images: &Images, name: &str) -> PathBuf {
-        self.file_of(images, name, &extent_name(name))
+        images.extent_at(self.path(), name)
     }
 
     /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
-        let id = id_of(&fresh.id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?;
         let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
         let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
@@ -179,11 +172,13 @@ impl Place<'_> {
         let image = images.images.get(name);
         let id = image.and_then(|image| image.id.as_deref());
         let hint = match images.elsewhere.get(name) == from {
-            true => descriptor_name(name),
+            true => files::descriptor(name),
             false => self.descriptor(images, name).to_string_lossy().into_owned(),
         };
         if let Some(id) = id {
-            let cid = id_of(id).ok_or("the name of a delta is no number")?.cid();
+            let cid = Id::of_digits(id)
+                .ok_or("the name of a delta is no number")?
+                .cid();
             return Ok(Parent { cid, hint });
         }
         let descriptor = self.descriptor(images, name);
@@ -195,7 +190,7 @@ impl Place<'_> {
     /// The disk is one raw image again, which every program reads as it is.
     pub(super) fn forget_own_descriptor(&self) -> Result<(), String> {
         let name = self.file_name()?;
-        let descriptor = self.path().with_file_name(descriptor_name(name));
+        let descriptor = self.path().with_file_name(files::descriptor(name));
         self.as_opener(|| beside::forget(&descriptor, name))
     }
 
@@ -260,7 +255,7 @@ impl Place<'_> {
         let mut kept = Vec::new();
         for name in self.lower(images)? {
             let image = images.images.get(name);
-            let id = image.and_then(|image| id_of(image.id.as_deref()?));
+            let id = image.and_then(|image| Id::of_digits(image.id.as_deref()?));
             let place = had.iter().position(|delta| Some(delta.id()) == id);
             kept.push(match place {
                 Some(place) => had.remove(place),
@@ -400,7 +395,7 @@ impl Place<'_> {
         read_only: bool,
     ) -> Result<(File, Id), String> {
         let image = images.images.get(name);
-        let id = image.and_then(|image| id_of(image.id.as_deref()?));
+        let id = image.and_then(|image| Id::of_digits(image.id.as_deref()?));
         let id = id.ok_or_else(|| format!("the image {name} is not described"))?;
         Ok((self.open_file_of(images, name, read_only)?, id))
     }
@@ -491,16 +486,6 @@ impl Served {
     }
 }
 
-/// The file that says of what a delta of this name consists.
-pub(super) fn descriptor_name(name: &str) -> String {
-    format!("{name}.vmdk")
-}
-
-/// The file that holds the content of a delta of this name.
-pub(super) fn extent_name(name: &str) -> String {
-    format!("{name}-sesparse.vmdk")
-}
-
 pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {
     Opening {
         block_bytes: BLOCK,
@@ -509,21 +494,9 @@ pub(super) fn opening(name: &str, patience: Duration) -> Opening<'_> {
     }
 }
 
-/// Of 128 bits, in hexadecimal digits.
-pub(super) fn random_number() -> Result<String, String> {
-    let mut number = [0; 16];
-    getrandom::fill(&mut number).map_err(|error| error.to_string())?;
-    Ok(format!("{:032x}", u128::from_be_bytes(number)))
-}
-
-pub(super) fn id_of(text: &str) -> Option<Id> {
-    let number = u128::from_str_radix(text, 16).ok()?;
-    Some(Id(number.to_be_bytes()))
-}
-
 pub(super) fn boot() -> Result<Id, String> {
     let told = std::fs::read_to_string(BOOT_ID);
     let told = told.map_err(|error| format!("{BOOT_ID}: {error}"))?;
     let digits: String = told.trim().chars().filter(|one| *one != '-').collect();
-    id_of(&digits).ok_or_else(|| format!("{BOOT_ID} is no number"))
+    Id::of_digits(&digits).ok_or_else(|| format!("{BOOT_ID} is no number"))
 }

@@ -8,12 +8,12 @@
 //!
 //! Owns the thread, which ends with the migration. Refuses: what a migration of before did not announce, and images that other VMs have, too.
 
-use super::holes::{begin_copying, begin_copying_all, open_disk_image};
 use super::layers::Place;
 use super::linked::{not_told_of, stays_with_snapshots};
 use super::parts::Parts;
 use super::served::Served;
 use super::tidying::Paused;
+use super::to_copy::{begin_copying, begin_copying_all, open_disk_image};
 use super::tree::begin_copying_top;
 use super::{BLOCK, Disks, SourceDisks};
 use crate::adoption::lock;
@@ -225,7 +225,7 @@ impl Leaving {
             );
         }
         // Who has no names for them there refuses them here, before anything is sent.
-        images.elsewhere(here.file_name()?, (1, images.mark.as_str()), &images.mark)?;
+        images.at_another_place(here.file_name()?, (1, images.mark.as_str()), &images.mark)?;
         let stride = stride_of(images.bytes);
         let own = open_disk_image(here.spec, image)?;
         let path = Path::new(&here.spec.path);

@@ -9,17 +9,17 @@ use super::described::bears_mark_of;
 use super::entry::Entry;
 use super::former::{Former, is_device};
 use super::images::remove;
-use super::layers::id_of;
 use super::served::Served;
 use super::told;
 use crate::adoption::lock;
 use godwit_blockio::delta::Delta;
+use godwit_delta::Id;
 use godwit_ownership::Is;
 use godwit_qemu::disk::open_looked_at;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, files};
 use godwit_store::load_json;
 use godwit_types::disk_move::Method;
-use godwit_types::snapshots::description_of;
+use godwit_types::snapshots::{becomes_one_image, description_of};
 use godwit_types::vm::DiskSpec;
 use rustix::fs::{CWD, OFlags};
 use std::io::ErrorKind;
@@ -33,7 +33,8 @@ const ABOVE: &str = "above";
 /// of its host.
 pub(super) fn stays_over(common: &str) -> String {
     format!(
-        "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); without any it becomes one image when it moves to another datastore of its host ('godwit vm move-disk')"
+        "it is linked to the image {common}, which does not go along, since other disks may be linked to it, too: delete its snapshots first, if it has any, and wait for images of deleted ones that are not merged yet ('godwit vm snapshot list' tells when they are merged); {}",
+        becomes_one_image("without any it")
     )
 }
 
@@ -49,6 +50,14 @@ pub(super) fn not_told_of(common: &str) -> String {
     format!(
         "it is linked to the image {common}, of which its migration was not told: the controller or this host's agent is of an earlier version, or the disk changed just now; begin the migration again, or install a newer one"
     )
+}
+
+/// Refuses to move what does not go along as a whole, or could not be frozen once more for that.
+pub(super) fn must_go_along(images: &Images) -> Result<(), String> {
+    match images.common() {
+        Some(common) => Err(stays_over(common.path)),
+        None => images.must_have_room_to_move(),
+    }
 }
 
 impl Served {
@@ -126,8 +135,8 @@ fn remove_described(former: &Former<'_>) -> Result<bool, String> {
         return Err("it is no description of a linked disk which that image was".to_owned());
     }
     for (name, delta) in images.deltas() {
-        let beside = |end: &str| former.path.with_file_name(format!("{name}{end}"));
-        let (descriptor, extent) = (beside(".vmdk"), beside("-sesparse.vmdk"));
+        let descriptor = former.path.with_file_name(files::descriptor(name));
+        let extent = former.path.with_file_name(files::extent(name));
         must_be(&extent, delta.id.as_deref().unwrap_or_default())?;
         if !(remove(&descriptor) && remove(&extent)) {
             return Ok(false);
@@ -150,7 +159,7 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
     if !is_there(extent)? {
         return Ok(());
     }
-    let id = id_of(id).ok_or("the name of a delta is no number")?;
+    let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
     let file = open_looked_at(CWD, extent, OFlags::RDWR | OFlags::NOFOLLOW);
     let file = file.map_err(|why| format!("{}: {why}", extent.display()))?;
     let opened = Delta::unlocked((file, extent), id, BLOCK);
@@ -161,7 +170,7 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
 mod tests {
     use super::*;
     use godwit_blockio::delta::{NewDelta, create};
-    use godwit_delta::{Id, Parent};
+    use godwit_delta::Parent;
     use godwit_qemu::disk::identity_of;
     use godwit_snapshots::{Common, Fresh};
     use godwit_store::save_json;

@@ -63,7 +63,7 @@ pub(crate) struct SourceDisks {
     /// Of which migration.
     migration: MigrationId,
     /// Where they go by redo logs.
-    logs: Option<LogsAway>,
+    pub(super) logs: Option<LogsAway>,
     /// What lies below the tops of those with snapshots.
     pub(super) below: Option<Below>,
     pub(super) pace: Pace,
@@ -499,6 +499,12 @@ impl SourceDisks {
         let since = *lock(&self.synchronised);
         let waited = since.is_some_and(|since| since.elapsed() >= PATIENCE);
         are && (waited || self.changes.under_way_bytes() <= CLOSE_BYTES)
+    }
+
+    /// The name of each, and how its copying goes.
+    pub(super) fn courses(&self) -> impl Iterator<Item = (&str, &Course)> {
+        let disks = self.disks.iter();
+        disks.map(|disk| (&*disk.spec.name, &disk.course))
     }
 
     /// Why one cannot be copied.

@@ -7,21 +7,16 @@
 use super::BLOCK;
 use super::entry::{Entry, Found};
 use super::images::{remove, rename};
-use super::layers::id_of;
 use super::redo::may_be_away;
 use godwit_blockio::delta::{is_frozen, read_descriptor};
+use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, files};
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
 use godwit_types::snapshots::description_of;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
-
-/// What the name of a delta's file ends in.
-const EXTENT: &str = "-sesparse.vmdk";
-/// What the name of a descriptor ends in.
-const DESCRIPTOR: &str = ".vmdk";
 
 /// One file of a disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -165,7 +160,7 @@ impl Part {
     /// Whether it says that it is this, though its file system may be another one.
     fn says(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
         let is_its_number = self.image.is_some_and(|image| image.1 == number);
-        let id = id_of(&self.id).filter(|_| is_its_number);
+        let id = Id::of_digits(&self.id).filter(|_| is_its_number);
         let file = entry.open().ok();
         let looked = file.zip(id).map(|(file, id)| {
             let path = Path::new(&self.path);
@@ -225,21 +220,20 @@ fn remove_descriptor(descriptor: &Path, of: &Path) {
 
 /// The descriptor of a delta's file.
 fn descriptor_of(extent: &Path) -> Option<PathBuf> {
-    let name = extent.file_name()?.to_str()?.strip_suffix(EXTENT)?;
-    Some(extent.with_file_name(format!("{name}{DESCRIPTOR}")))
+    let name = files::of_extent(extent.file_name()?.to_str()?)?;
+    Some(extent.with_file_name(files::descriptor(name)))
 }
 
 /// That of a disk's own image.
 fn base_descriptor_of(own: &Path) -> Option<PathBuf> {
     let name = own.file_name()?.to_str()?;
-    Some(own.with_file_name(format!("{name}{DESCRIPTOR}")))
+    Some(own.with_file_name(files::descriptor(name)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use godwit_blockio::delta::{NewDelta, create, describe_base};
-    use godwit_delta::Id;
     use godwit_snapshots::Fresh;
     use godwit_store::save_json;
 

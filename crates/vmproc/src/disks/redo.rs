@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]); what one disk goes through is in [`super::by_logs`]. Owns which disks move so. Refuses: disks on block devices,
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
-use super::layers::{Place, descriptor_name, extent_name, id_of};
+use super::layers::Place;
 use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::All;
@@ -15,8 +15,9 @@ use super::switching::Stopped;
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::forget_map;
+use godwit_delta::Id;
 use godwit_qemu::disk::must_be_free;
-use godwit_snapshots::Images;
+use godwit_snapshots::{Images, files};
 use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::{DiskPlace, FirstLog, Method};
 use godwit_types::vm::DiskSpec;
@@ -71,7 +72,7 @@ impl Made {
 /// it.
 pub(super) fn may_be_away(extent: &Path) -> bool {
     let name = extent.file_name().and_then(|name| name.to_str());
-    let made = name.and_then(|name| Made::of(name.strip_suffix(&extent_name(""))?));
+    let made = name.and_then(|name| Made::of(files::of_extent(name)?));
     let directory = || extent.parent()?.metadata().ok();
     made.is_some_and(|made| directory().is_none_or(|found| found.ino() != made.within))
 }
@@ -106,7 +107,7 @@ pub(super) struct RedoLog {
 impl RedoLog {
     /// Whether it is among these, which go with the former image of a disk of this name, or lies beside that.
     pub fn goes_with(&self, disk: &str, parts: &Parts) -> bool {
-        let extent = Path::new(&self.directory).join(extent_name(&self.name));
+        let extent = Path::new(&self.directory).join(files::extent(&self.name));
         let mut files = parts.files.iter();
         let is_noted = self.name.is_empty() || files.any(|part| Path::new(&part.path) == extent);
         self.disk == disk && is_noted
@@ -173,7 +174,7 @@ impl Logs {
     fn place_of(&self, number: u32) -> Option<(String, String)> {
         let is_first_here = number <= 1 && self.first == FirstLog::Source;
         let beside_former = self.stays || is_first_here;
-        let name = Images::name_of(&self.stem, number.into());
+        let name = files::delta(&self.stem, number.into());
         (!beside_former).then(|| (self.directory.clone(), name))
     }
 
@@ -382,7 +383,7 @@ impl Place<'_> {
     /// They lie over a disk no more.
     pub fn forget_maps(&self, images: &Images) {
         for (_, image) in images.deltas() {
-            if let Some(id) = image.id.as_deref().and_then(id_of) {
+            if let Some(id) = image.id.as_deref().and_then(Id::of_digits) {
                 // It is gone with the next boot of the host.
                 let _ = forget_map(&self.map_of(id));
             }
@@ -415,7 +416,7 @@ impl Place<'_> {
             return false;
         }
         // What a process that died had not given its name.
-        let parts = [descriptor_name(&log.name), extent_name(&log.name)];
+        let parts = [files::descriptor(&log.name), files::extent(&log.name)];
         let parts = parts.map(|part| Path::new(&log.directory).join(format!("{part}.new")));
         let are_gone = parts.iter().all(|part| super::images::remove(part));
         are_gone && self.remove(&images, &log.name, None)
@@ -496,13 +497,13 @@ mod tests {
         };
         let name = format!("new.raw{MOVING}4d{}.d2", made.text());
         assert_eq!(Made::of(&name), Some(made));
-        let at = |directory: &Path| directory.join(extent_name(&name));
+        let at = |directory: &Path| directory.join(files::extent(&name));
         assert!(!may_be_away(&at(there.path())), "it is gone");
         // What lies under a mount point, and where there is none.
         assert!(may_be_away(&at(below.path())));
         assert!(may_be_away(&at(&below.path().join("vms"))));
         // Names of earlier builds tell nothing.
-        let older = extent_name("new.raw.moving-4d.d2");
+        let older = files::extent("new.raw.moving-4d.d2");
         assert!(!may_be_away(&below.path().join(older)));
     }
 

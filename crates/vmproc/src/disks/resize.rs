@@ -147,7 +147,7 @@ impl AtRest {
 
     /// Has a disk's image, which is locked, say that it is a part from now on, to builds that know of no snapshots. What it says else stays, and one
     /// that says nothing yet says so when its VM starts.
-    pub(super) fn note_layered(
+    pub(super) fn write_layered_record(
         &self,
         spec: &DiskSpec,
         image: BorrowedFd<'_>,

@@ -4,10 +4,10 @@
 //! does not hold.
 
 use super::claim::Taking;
-use super::holes::{begin_copying, begin_copying_all, open_disk_image};
 use super::labelled::name_in;
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
+use super::to_copy::{begin_copying, begin_copying_all, open_disk_image};
 use super::tracked::filter_for;
 use super::tree::NewImage;
 use super::{LOCK_WAIT, REST_WAIT};

@@ -5,12 +5,12 @@
 
 use super::STAND_WAIT;
 use super::by_logs::{log_of, must_have_room};
-use super::holes::{but, holes};
 use super::last_log::in_time;
 use super::layers::OwnedPlace;
 use super::logs_away::{READY_S, Shared, must_be_one_image};
 use super::served::Served;
 use super::switching::Stopped;
+use super::to_copy::{but, holes};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::filters::{Course, Outlet, Sending};
@@ -116,15 +116,7 @@ impl One {
 
     /// What of its own image is no hole.
     pub(super) fn data(&self) -> Vec<Range<u64>> {
-        let holes = holes(&self.place.spec, self.image, self.bytes).unwrap_or_else(|error| {
-            let disk = self.name();
-            tracing::warn!(
-                disk,
-                error,
-                "all of a disk is copied, since its holes are not known"
-            );
-            Vec::new()
-        });
+        let holes = holes(&self.place.spec, self.image, self.bytes);
         but(&holes, self.bytes)
     }
 

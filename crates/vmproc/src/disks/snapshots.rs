@@ -5,14 +5,15 @@
 //!
 //! Owns nothing. Refuses: disks on block devices, and to change what a guest works with.
 
-use super::layers::{Place, random_number};
+use super::layers::Place;
 use super::resize::AtRest;
 use super::served::refused;
 use crate::faults::reached;
 use crate::files::Paths;
 use godwit_blockio::Image;
+use godwit_qemu::layered::random_number;
 use godwit_qemu::user::User;
-use godwit_snapshots::{Fresh, Images, Kind, Snapshot};
+use godwit_snapshots::{Fresh, Images, Kind, Snapshot, files};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::snapshots::{SnapshotView, Snapshots, TakeSnapshot};
 use godwit_types::text::listed;
@@ -184,7 +185,7 @@ impl All<'_> {
             let prepared = may.and_then(|()| {
                 place.must_be_the_latest(&before)?;
                 before.next = place.free_number(&before)?;
-                let own = Images::name_of(place.file_name()?, before.next);
+                let own = files::delta(place.file_name()?, before.next);
                 let (elsewhere, name) = at(spec).unzip();
                 let fresh = Fresh {
                     name: name.unwrap_or(own),
@@ -447,7 +448,7 @@ impl AtRest {
             |_| None,
         )?;
         for (spec, image) in all.specs.iter().zip(&locked) {
-            self.note_layered(spec, image.as_fd())
+            self.write_layered_record(spec, image.as_fd())
                 .inspect_err(|_| all.unmake(&changed))?;
         }
         match all.commit(&changed) {

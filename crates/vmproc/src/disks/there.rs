@@ -10,13 +10,14 @@ use super::described::described_beside;
 use super::entry::{Entry, Found};
 use super::former::said_by;
 use super::labelled::known_by;
-use super::layers::{extent_name, id_of};
 use super::moving;
 use super::served::{Served, ServedDisks};
 use super::{BLOCK, Disks};
 use crate::files::Paths;
 use godwit_blockio::delta::is_frozen;
 use godwit_blockio::label::{self, End};
+use godwit_blockio::next_data;
+use godwit_delta::Id;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_qemu::parent::{Known, known_by as known_parent};
 use godwit_snapshots::{Image, Images, Kind};
@@ -25,8 +26,7 @@ use godwit_types::MigrationId;
 use godwit_types::datastore::is_device_path;
 use godwit_types::image::KnownImage;
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{Advice, SeekFrom, fadvise, seek};
-use rustix::io::Errno;
+use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::fs::File;
@@ -165,15 +165,11 @@ fn read_places(image: &File, bytes: u64, places: u64) -> io::Result<()> {
     let mut buffer = [0; PLACE_BYTES];
     for place in 0..places {
         let from = bytes / places * place;
-        let at = match seek(image, SeekFrom::Data(from)) {
-            Ok(at) => at,
-            // Holes up to its end.
-            Err(Errno::NXIO) => break,
-            // A device knows of no holes.
-            Err(Errno::INVAL) => from,
-            Err(errno) => return Err(errno.into()),
+        // Holes up to its end are no places.
+        let Some(data) = next_data(image, from..bytes)? else {
+            break;
         };
-        let at = at - at % PLACE_BYTES as u64;
+        let at = data.start - data.start % PLACE_BYTES as u64;
         // An image may end before a place does.
         let _ = image.read_at(&mut buffer, at)?;
     }
@@ -199,10 +195,9 @@ fn parts_are_there(own: &Path, image: &File) -> Result<(), String> {
 
 /// The file of an image that is not the disk's own.
 fn path_of(own: &Path, images: &Images, (name, part): (&String, &Image)) -> PathBuf {
-    match images.elsewhere.get(name) {
-        _ if part.common => PathBuf::from(name),
-        Some(directory) => Path::new(directory).join(extent_name(name)),
-        None => own.with_file_name(extent_name(name)),
+    match part.common {
+        true => PathBuf::from(name),
+        false => images.extent_at(own, name),
     }
 }
 
@@ -223,7 +218,7 @@ fn part_is_there(path: &Path, part: &Image) -> Result<(), String> {
             return Err(other.to_owned());
         }
     } else {
-        let id = id.and_then(id_of).ok_or(other)?;
+        let id = id.and_then(Id::of_digits).ok_or(other)?;
         let looked = is_frozen((file, path), id, BLOCK);
         looked.map_err(|error| error.to_string())?;
     }

@@ -6,7 +6,7 @@ use super::*;
 use crate::testing::{answer, holds};
 use crate::vm::Vm;
 use godwit_blockio::delta::{NewDelta, create};
-use godwit_delta::{Id, Parent};
+use godwit_delta::Parent;
 use godwit_ownership::{PeerMessage, Phase, Power};
 use godwit_snapshots::Fresh;
 use godwit_types::host_api::{VmAnswer, VmRequest};

@@ -8,14 +8,14 @@
 //! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
 use super::in_place::LOOK_EVERY;
-use super::moving::begin;
+use super::moving::{SourceDisks, begin};
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
 use crate::faults::reached;
 use godwit_blockio::filters::{Course, DirtyTracking, Mirroring, Outlet};
 use godwit_blockio::{Closed, Filter, LastBlocks};
 use godwit_tracking::{Iteration, Options};
-use godwit_types::disk_move::{DiskIteration, Method, Optimisation};
+use godwit_types::disk_move::{DiskIteration, DiskIterations, Method, Optimisation};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
@@ -128,6 +128,20 @@ impl Served {
         let iterations = mirror.second.course().iterations();
         let iterations = iterations.into_iter().map(told).collect();
         self.note(&going.place.disk, |disk| disk.iterations = iterations);
+    }
+}
+
+impl SourceDisks {
+    /// What has come of the iterations of each so far; nothing of disks that are mirrored, or go by redo logs.
+    pub(crate) fn iterations(&self) -> Vec<DiskIterations> {
+        if !self.are_tracked() || self.logs.is_some() {
+            return Vec::new();
+        }
+        let of = |(disk, course): (&str, &Course)| DiskIterations {
+            disk: disk.to_owned(),
+            iterations: course.iterations().into_iter().map(told).collect(),
+        };
+        self.courses().map(of).collect()
     }
 }
 

@@ -7,13 +7,13 @@
 //! Owns nothing beyond the move. Refuses: images that other VMs have, too, places on block devices, and names that are taken.
 
 use super::described::not_done;
-use super::holes::{begin_copying_but, open_disk_image};
-use super::layers::{Place, boot, id_of, opening, random_number};
-use super::linked::stays_over;
+use super::layers::{Place, boot, opening};
+use super::linked::must_go_along;
 use super::parts::{Part, Parts};
 use super::served::Served;
 use super::snapshots::All;
 use super::switching::{Going, Stopped};
+use super::to_copy::{begin_copying_but, open_disk_image};
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::faults::reached;
@@ -21,9 +21,10 @@ use crate::hypervisor::internal;
 use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
-use godwit_delta::{Layout, States};
+use godwit_delta::{Id, Layout, States};
 use godwit_qemu::disk::{identity_of, identity_of_open};
-use godwit_snapshots::{Elsewhere, Images};
+use godwit_qemu::layered::random_number;
+use godwit_snapshots::{AnotherPlace, Images};
 use godwit_types::ApiError;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
@@ -106,10 +107,7 @@ impl Served {
         let Some(found) = place.load_of(own.as_fd())? else {
             return Ok(None);
         };
-        if let Some(common) = found.common() {
-            return Err(stays_over(common.path).into());
-        }
-        found.must_have_room_to_move()?;
+        must_go_along(&found)?;
         self.remove_what_left(&place, own.as_fd())?;
         let spec = DiskSpec {
             path: going.place.path.clone(),
@@ -123,12 +121,12 @@ impl Served {
         place.must_be_frozen(&images)?;
         let (mark, top_id) = (random_number()?, random_number()?);
         let numbered = (there.first_number()?, &*mark);
-        let elsewhere = images.elsewhere(there.file_name()?, numbered, &top_id)?;
+        let elsewhere = images.at_another_place(there.file_name()?, numbered, &top_id)?;
         let ending = going.copying.beside.strip_prefix(&going.copying.path);
         let ending = ending.ok_or("the name of its new image is not known")?;
         going.copying.parts = there.parts_to_be(&elsewhere, ending);
         going.copying.parts.must_be_free()?;
-        let Elsewhere {
+        let AnotherPlace {
             images: after,
             names,
         } = elsewhere;
@@ -411,7 +409,7 @@ impl Place<'_> {
     }
 
     /// What is to lie there, and has names that end so until it is whole.
-    pub(super) fn parts_to_be(&self, elsewhere: &Elsewhere, ending: &str) -> Parts {
+    pub(super) fn parts_to_be(&self, elsewhere: &AnotherPlace, ending: &str) -> Parts {
         let images = &elsewhere.images;
         let files = images.deltas().map(|(name, one)| {
             let path = self.extent(images, name).to_string_lossy().into_owned();
@@ -463,7 +461,7 @@ impl Place<'_> {
             let path = self.extent(images, image);
             let id = images.images.get(image).and_then(|one| one.id.as_deref());
             let id = id
-                .and_then(id_of)
+                .and_then(Id::of_digits)
                 .ok_or("the name of a delta is no number")?;
             let file = file.try_clone().map_err(|error| error.to_string())?;
             let opening = opening(&name, LOCK_WAIT);
@@ -497,7 +495,7 @@ impl Place<'_> {
     /// Removes what outlives a process of a top that is none any more.
     pub(super) fn forget_top(&self, images: &Images) {
         let id = images.images.get(&images.top);
-        if let Some(id) = id.and_then(|top| id_of(top.id.as_deref()?)) {
+        if let Some(id) = id.and_then(|top| Id::of_digits(top.id.as_deref()?)) {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
         }
@@ -527,7 +525,7 @@ impl Place<'_> {
         if descriptor.symlink_metadata().is_ok() {
             return Ok(());
         }
-        let id = id_of(id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
         let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
         self.as_opener(|| {
             let new = godwit_blockio::delta::NewDelta {

@@ -8,12 +8,12 @@
 use super::BLOCK;
 use super::described::{NotDone, read_description};
 use super::images;
-use super::layers::{Place, id_of};
+use super::layers::Place;
 use super::redo::may_be_away;
 use godwit_blockio::delta::{Delta, forget_map, is_empty};
 use godwit_delta::Id;
-use godwit_snapshots::Images;
-use godwit_types::snapshots::description_of;
+use godwit_snapshots::{Images, files};
+use godwit_types::snapshots::{DESCRIPTION_END, description_of};
 use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
@@ -25,7 +25,7 @@ impl Place<'_> {
     /// Removes a delta that is not described as a part of the disk: one that says that it is this, or one that holds nothing. Returns whether there is
     /// nothing more to be done.
     pub fn remove(&self, images: &Images, name: &str, id: Option<&str>) -> bool {
-        let id = id.and_then(id_of);
+        let id = id.and_then(Id::of_digits);
         if let Some(id) = id {
             // It is gone with the next boot of the host.
             let _ = forget_map(&self.map_of(id));
@@ -134,10 +134,13 @@ impl Place<'_> {
         });
         match is_older.transpose()? {
             None => Ok(()),
-            Some(name) => Err(format!(
-                "{} is older than {name}.vmdk beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {name}.vmdk and {name}-sesparse.vmdk away",
-                description_of(self.path()).display()
-            )),
+            Some(name) => {
+                let (descriptor, extent) = (files::descriptor(&name), files::extent(&name));
+                Err(format!(
+                    "{} is older than {descriptor} beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {descriptor} and {extent} away",
+                    description_of(self.path()).display()
+                ))
+            }
         }
     }
 
@@ -145,7 +148,8 @@ impl Place<'_> {
     fn kept_names(&self) -> Result<BTreeSet<String>, String> {
         let kept = format!("{}.kept-", self.file_name()?);
         let above = self.path().parent().unwrap_or(Path::new("/"));
-        let is_description = |name: &str| name.starts_with(&kept) && name.ends_with(".images");
+        let is_description =
+            |name: &str| name.starts_with(&kept) && name.ends_with(DESCRIPTION_END);
         self.as_opener(|| {
             let mut names = BTreeSet::new();
             for entry in above.read_dir()? {
@@ -181,9 +185,8 @@ impl Place<'_> {
     fn numbered(&self) -> Result<Vec<(String, u64)>, String> {
         let own = self.file_name()?;
         let number = |name: &str| {
-            let name = name.strip_suffix("-sesparse.vmdk")?;
-            let number = name.strip_prefix(own)?.strip_prefix(".d")?;
-            Some((name.to_owned(), number.parse::<u64>().ok()?))
+            let name = files::of_extent(name)?;
+            Some((name.to_owned(), files::number_of(own, name)?))
         };
         let above = self.path().parent().unwrap_or(Path::new("/"));
         self.as_opener(|| {
@@ -199,7 +202,7 @@ impl Place<'_> {
     pub fn free_number(&self, images: &Images) -> Result<u64, String> {
         let own = self.file_name()?;
         let is_free = |number: &u64| {
-            let name = Images::name_of(own, *number);
+            let name = files::delta(own, *number);
             let files = [self.descriptor(images, &name), self.extent(images, &name)];
             files.iter().all(|file| file.symlink_metadata().is_err())
         };

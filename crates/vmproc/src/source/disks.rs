@@ -5,6 +5,7 @@
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
 use crate::disks::{SourceDisks, Together};
 use crate::faults::{planted, reached};
+use godwit_blockio::Closed;
 use godwit_blockio::filters::Bottleneck;
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
@@ -65,13 +66,10 @@ impl SourceDriver {
             let bytes = disks.below_bytes() + disks.begin();
             self.parts.report.update(|report| report.disk_bytes = bytes);
         }
-        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
-        self.parts.report.update(update);
+        self.show_copying();
         let (mut begun, mut together) = (None, Together::default());
         loop {
-            self.next(Some(set), LOOK_EVERY)?;
-            self.sign_of_life(set, PING_EVERY)?;
-            let Some(disks) = &self.parts.disks else {
+            let Some(disks) = self.disks_after_a_while(set)? else {
                 return Ok(());
             };
             if let Some(why) = disks.failure() {
@@ -103,6 +101,34 @@ impl SourceDriver {
                 reached("source.disks-copied");
                 return Ok(());
             }
+        }
+    }
+
+    /// Disks are copied from now on, or again: as whoever watches sees it.
+    pub(super) fn show_copying(&self) {
+        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
+        self.parts.report.update(update);
+    }
+
+    /// Sleeps until the copying is to be looked at again, lets the destination know that this side lives, and shows what iterations came to: also where
+    /// the copying is given up for that. Nothing where no disks go along any more.
+    pub(super) fn disks_after_a_while(
+        &mut self,
+        set: &ConnectionSet,
+    ) -> Result<Option<&SourceDisks>, Halt> {
+        self.next(Some(set), LOOK_EVERY)?;
+        self.sign_of_life(set, PING_EVERY)?;
+        self.show_iterations();
+        Ok(self.parts.disks.as_ref())
+    }
+
+    /// What has come of disks whose writes are tracked.
+    fn show_iterations(&self) {
+        let disks = self.parts.disks.as_ref();
+        let ended = disks.map(SourceDisks::iterations).unwrap_or_default();
+        if !ended.is_empty() {
+            let update = |report: &mut MigrationReport| report.disk_iterations = ended;
+            self.parts.report.update(update);
         }
     }
 
@@ -155,11 +181,12 @@ impl SourceDriver {
             .copy_last_blocks(set, limit_s)
             .and_then(|()| self.end_changes(set));
         close(false, self);
+        self.show_iterations();
         ended
     }
 
     fn copy_last_blocks(&mut self, set: &mut ConnectionSet, limit_s: f64) -> Result<(), Halt> {
-        let until = Instant::now() + Duration::from_secs_f64(limit_s);
+        let (began, limit) = (Instant::now(), Duration::from_secs_f64(limit_s));
         reached("source.disks-closed");
         loop {
             let Some(disks) = &self.parts.disks else {
@@ -168,16 +195,19 @@ impl SourceDriver {
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
             }
-            if are_equal(disks) {
-                return Ok(());
+            match Closed::after(began.elapsed(), limit, are_equal(disks)) {
+                Closed::Equal => return Ok(()),
+                Closed::NotYet => {
+                    self.next(Some(set), CLOSED_LOOK_EVERY)?;
+                    self.sign_of_life(set, CLOSED_PING_EVERY)?;
+                }
+                // As soon as whoever held it hears of this.
+                Closed::Opened => {
+                    return Err(Halt::Failed(format!(
+                        "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
+                    )));
+                }
             }
-            if Instant::now() >= until {
-                return Err(Halt::Failed(format!(
-                    "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
-                )));
-            }
-            self.next(Some(set), CLOSED_LOOK_EVERY)?;
-            self.sign_of_life(set, CLOSED_PING_EVERY)?;
         }
     }
 

@@ -9,11 +9,7 @@ use crate::faults::reached;
 use godwit_blockio::{NO_NEARER, Nearer};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_streams::source::ConnectionSet;
-use godwit_types::migration::{MigrationReport, Phase};
-use std::time::{Duration, Instant};
-
-/// How often progress is shown, and looked whether all is sent.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+use std::time::Instant;
 
 /// Whether ever less is left of the file that is sent.
 #[derive(Debug, Default)]
@@ -76,13 +72,10 @@ impl SourceDriver {
         if let Some(disks) = &self.parts.disks {
             disks.begin_below().map_err(Halt::Failed)?;
         }
-        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
-        self.parts.report.update(update);
+        self.show_copying();
         let (mut began, mut nearer) = (None, NearerBelow::default());
         loop {
-            self.next(Some(set), LOOK_EVERY)?;
-            self.sign_of_life(set, PING_EVERY)?;
-            let Some(disks) = &self.parts.disks else {
+            let Some(disks) = self.disks_after_a_while(set)? else {
                 return Ok(());
             };
             if let Some(why) = disks.failure() {

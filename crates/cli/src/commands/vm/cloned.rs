@@ -2,22 +2,16 @@
 //!
 //! Owns nothing. Ctrl-C stops asking: the host goes on, and what it copied waits for a minute for the same command. Refuses nothing by itself.
 
-use super::disk_bar::DiskBar;
+use super::disk_bar::until_there;
 use super::{order, start};
 use crate::args::{Global, VmClone};
 use crate::connect::controller;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
-use crate::wait::{of_vm, saying};
-use crate::watch::failure;
 use godwit_rpc::ControllerClient;
 use godwit_types::VmName;
 use godwit_types::clones::CloneVm;
-use godwit_types::control_api::{DiskMaking, Done};
-use std::time::Duration;
-
-/// How often it is looked how far a disk is.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+use godwit_types::control_api::Done;
 
 pub(super) async fn clone_vm(
     arguments: VmClone,
@@ -50,33 +44,10 @@ async fn made(
     wish: &CloneVm,
     output: &Output,
 ) -> Result<String, Failure> {
-    let mut shown = None;
-    loop {
-        let asked = saying(of_vm(client, vm), client.clone_vm(vm, wish)).await;
-        let cloned = asked.map_err(failure)?;
-        let Some(making) = cloned.making else {
-            return Ok(cloned.message);
-        };
-        let shown = shown.get_or_insert_with(|| DiskBar::new("is being copied", output));
-        follow(shown, client, vm, making).await?;
-    }
-}
-
-/// Shows the disks until all are there, or their copying has ended otherwise, which the next request tells.
-async fn follow(
-    shown: &mut DiskBar,
-    client: &ControllerClient,
-    vm: &VmName,
-    first: DiskMaking,
-) -> Result<(), Failure> {
-    let mut making = Some(first);
-    while let Some(now) = making {
-        // It has no name before it has begun.
-        if !now.disk.is_empty() {
-            shown.show(&now.disk, now.done_bytes, now.total_bytes, None);
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
-        making = client.cloning(vm).await.map_err(failure)?.making;
-    }
-    Ok(())
+    let ask = async || {
+        let asked = client.clone_vm(vm, wish).await;
+        asked.map(|cloned| (cloned.message, cloned.making))
+    };
+    let look = async || client.cloning(vm).await;
+    until_there((client, vm), ("is being copied", output), ask, look).await
 }

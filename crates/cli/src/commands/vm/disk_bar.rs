@@ -1,15 +1,23 @@
-//! The bar of a disk that is being made or moved.
+//! The bar of a disk that is being made, copied or moved, and the asking until there is what disks are made for.
 //!
 //! Owns the bar while it is shown. Refuses nothing.
 
+use crate::exit::Failure;
 use crate::figures::mib;
 use crate::output::Output;
 use crate::plain;
-use crate::watch::{bar, permille};
+use crate::wait::{of_vm, saying};
+use crate::watch::{bar, failure, permille};
+use godwit_rpc::{ClientError, ControllerClient};
+use godwit_types::VmName;
+use godwit_types::control_api::{DiskMaking, DisksMaking};
 use indicatif::{ProgressBar, ProgressDrawTarget};
+use std::time::Duration;
 
 /// Columns of the disk's name, which stands before the bar.
 const PREFIX: usize = 20;
+/// How often it is looked how far a disk is.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// The bar, on standard error and only on a terminal; elsewhere a line for each disk.
 pub(super) struct DiskBar {
@@ -54,6 +62,33 @@ impl DiskBar {
             self.said = Some(disk);
         }
         self.bar.set_message(words);
+    }
+}
+
+/// Asks until there is what is ordered, since its disks come first; shows how far these are meanwhile. Returns what was said at last.
+pub(super) async fn until_there(
+    (client, vm): (&ControllerClient, &VmName),
+    (does, output): (&'static str, &Output),
+    ask: impl AsyncFn() -> Result<(String, Option<DiskMaking>), ClientError>,
+    look: impl AsyncFn() -> Result<DisksMaking, ClientError>,
+) -> Result<String, Failure> {
+    let mut shown = None;
+    loop {
+        let asked = saying(of_vm(client, vm), ask()).await;
+        let (message, mut making) = asked.map_err(failure)?;
+        if making.is_none() {
+            return Ok(message);
+        }
+        let shown = shown.get_or_insert_with(|| DiskBar::new(does, output));
+        // Until all are there, or it has ended otherwise, which the next answer tells.
+        while let Some(now) = making {
+            // It has no name before it has begun.
+            if !now.disk.is_empty() {
+                shown.show(&now.disk, now.done_bytes, now.total_bytes, None);
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+            making = look().await.map_err(failure)?.making;
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 use super::disk_bar::DiskBar;
 use super::{controller, order};
 use crate::args::{Global, VmMoveDisk, without};
+use crate::disk_rows::iteration;
 use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
 use crate::figures::{amount, moment, seconds};
 use crate::output::Output;
@@ -260,22 +261,8 @@ fn details(disk: &DiskMove) -> impl Iterator<Item = String> {
 
 /// What each iteration of dirty block tracking came to, or each consolidation of a redo log.
 fn iterations(disk: &DiskMove) -> impl Iterator<Item = String> {
-    disk.iterations.iter().map(|ended| {
-        let left_out = match ended.deferred_bytes {
-            0 => String::new(),
-            bytes => format!(
-                ", without {} that is written again and again",
-                amount(bytes)
-            ),
-        };
-        format!(
-            "  iteration {}: {} in {:.2} s{left_out}; {} to be copied again",
-            ended.number,
-            amount(ended.copied_bytes),
-            ended.seconds,
-            amount(ended.dirty_bytes.saturating_sub(ended.deferred_bytes))
-        )
-    })
+    let ended = disk.iterations.iter();
+    ended.map(|ended| format!("  {}", iteration(ended)))
 }
 
 /// How much was copied, in what time, and what that waited for.

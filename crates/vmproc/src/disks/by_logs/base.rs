@@ -5,8 +5,8 @@
 //!
 //! Part of a move ([`super`]). Owns nothing. Refuses: another image than the one to which the disk is linked.
 
-use super::super::holes::{but, holes, holes_in};
 use super::super::switching::Stopped;
+use super::super::to_copy::{but, holes, holes_in};
 use super::ByLogs;
 use crate::faults::reached;
 use godwit_blockio::{Arriving, Frozen};
@@ -52,19 +52,11 @@ impl ByLogs<'_> {
 
     /// All is copied where that cannot be looked at.
     fn holes_of(&self, lowest: &File) -> Vec<Range<u64>> {
-        let found = match self.images.common() {
-            None => holes(&self.place.spec, self.image, self.bytes),
-            Some(_) => holes_in(lowest, self.bytes).map_err(|errno| errno.to_string()),
-        };
-        found.unwrap_or_else(|error| {
-            let disk = self.name();
-            tracing::warn!(
-                disk,
-                error,
-                "all of a disk is copied, since its holes are not known"
-            );
-            Vec::new()
-        })
+        let spec = &self.place.spec;
+        match self.images.common() {
+            None => holes(spec, self.image, self.bytes),
+            Some(_) => holes_in(spec, lowest, self.bytes),
+        }
     }
 
     /// Copies what lies below all that was written over it, durably. Returns the bytes that were copied.

@@ -1,14 +1,15 @@
-//! Where an image holds nothing, and how the copying of a disk begins, which leaves that out.
+//! What of a disk is to be copied, and the beginning of that.
 //!
-//! Owns nothing. Refuses: to look at another file than the one that a disk has, and to call a hole what cannot be looked at.
+//! Owns nothing: where a copying is stands in its [`Course`]. Refuses: to look at another file than the one that a disk has. What cannot be looked at is
+//! copied wholly.
 
 use godwit_blockio::filters::{Course, REGION};
+use godwit_blockio::next_data;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 
@@ -27,35 +28,51 @@ pub(super) fn open_disk_image(spec: &DiskSpec, image: (u64, u64)) -> Result<File
     }
 }
 
-/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
-pub(super) fn holes(
-    spec: &DiskSpec,
-    image: (u64, u64),
-    bytes: u64,
-) -> Result<Vec<Range<u64>>, String> {
-    let file = open_disk_image(spec, image)?;
-    holes_in(&file, bytes).map_err(|error| format!("{}: {error}", spec.path))
+/// Where a disk's image certainly holds nothing, in whole regions; nowhere where it cannot be looked at.
+pub(super) fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Vec<Range<u64>> {
+    let opened = open_disk_image(spec, image);
+    let told = |error: io::Error| format!("{}: {error}", spec.path);
+    known(
+        spec,
+        opened.and_then(|file| found_holes(&file, bytes).map_err(told)),
+    )
 }
 
-/// The same of a file that is open, which is so long.
-pub(super) fn holes_in(file: &File, bytes: u64) -> Result<Vec<Range<u64>>, Errno> {
+/// The same of a file that is open, which is so long, and of which the disk is to be copied.
+pub(super) fn holes_in(spec: &DiskSpec, file: &File, bytes: u64) -> Vec<Range<u64>> {
+    known(
+        spec,
+        found_holes(file, bytes).map_err(|error| error.to_string()),
+    )
+}
+
+fn known(spec: &DiskSpec, found: Result<Vec<Range<u64>>, String>) -> Vec<Range<u64>> {
+    found.unwrap_or_else(|error| {
+        tracing::warn!(
+            disk = spec.name,
+            error,
+            "all of a disk is copied, since its holes are not known"
+        );
+        Vec::new()
+    })
+}
+
+/// Where a file holds nothing, in whole regions: what is less is copied all the same.
+fn found_holes(file: &File, bytes: u64) -> io::Result<Vec<Range<u64>>> {
     let (mut holes, mut at) = (Vec::new(), 0);
     while at < bytes {
-        let data = match seek(file, SeekFrom::Data(at)) {
-            Ok(data) => data.min(bytes),
-            Err(Errno::NXIO) => bytes,
-            Err(error) => return Err(error),
-        };
-        // A region in which there is any data is no hole, so the next look is at the one after it.
-        let end = if data < bytes {
-            data - data % REGION
-        } else {
-            bytes
-        };
+        let data = next_data(file, at..bytes)?;
+        // A region in which there is any data is no hole, so the next look is at the one after the last of them.
+        let (end, next) = data.map_or((bytes, bytes), |data| {
+            (
+                data.start - data.start % REGION,
+                data.end.next_multiple_of(REGION),
+            )
+        });
         if end > at {
             holes.push(at..end);
         }
-        at = end.saturating_add(REGION);
+        at = next;
     }
     Ok(holes)
 }
@@ -80,15 +97,7 @@ pub(super) fn begin_copying(
     bytes: u64,
     course: &Course,
 ) -> u64 {
-    let holes = holes(spec, image, bytes).unwrap_or_else(|error| {
-        tracing::warn!(
-            disk = spec.name,
-            error,
-            "all of a disk is copied, since its holes are not known"
-        );
-        Vec::new()
-    });
-    begin_copying_but(holes, bytes, course)
+    begin_copying_but(holes(spec, image, bytes), bytes, course)
 }
 
 /// The same of all of it.
@@ -122,7 +131,7 @@ mod tests {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         file.set_len(bytes).unwrap();
         file.write_all_at(&[7; 4096], 2 * REGION + 8192).unwrap();
-        let found = holes_in(&file, bytes).unwrap();
+        let found = found_holes(&file, bytes).unwrap();
         assert_eq!(found, [0..2 * REGION, 3 * REGION..bytes]);
     }
 }

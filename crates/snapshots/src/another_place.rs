@@ -3,13 +3,13 @@
 //! Pure, owns nothing. What several VMs have does not move: it is to be at the other place already, by the same path, which whoever takes the disk looks at.
 //! Refuses disks that lie over more than one whole image.
 
-use crate::{Images, Kind, Refusal};
+use crate::{Images, Kind, Refusal, files};
 use godwit_types::plant::planted;
 use std::collections::BTreeMap;
 
 /// What a disk consists of at another place.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Elsewhere {
+pub struct AnotherPlace {
     pub images: Images,
     /// The names that all but the top have there, by those that they have here; what other VMs may have, too, is none of them.
     pub names: BTreeMap<String, String>,
@@ -19,12 +19,12 @@ impl Images {
     /// What the disk consists of where its own file has this name, and its deltas numbers from `first` on; its top, to which the guest writes while the
     /// disk moves, is another delta there, of this identity. `mark` is a new number. What leaves here does not go along. A linked disk lies over the same
     /// image there as here.
-    pub fn elsewhere(
+    pub fn at_another_place(
         &self,
         own: &str,
         (first, mark): (u64, &str),
         top_id: &str,
-    ) -> Result<Elsewhere, Refusal> {
+    ) -> Result<AnotherPlace, Refusal> {
         // Then each chain ends there, as has been checked.
         let whole = self.images.values().filter(|image| image.kind == Kind::Raw);
         if whole.count() != 1 {
@@ -44,7 +44,7 @@ impl Images {
                 Kind::Raw => own.to_owned(),
                 Kind::Delta => {
                     next = next.saturating_add(1);
-                    Self::name_of(own, next.saturating_sub(1))
+                    files::delta(own, next.saturating_sub(1))
                 }
             };
             names.insert(name.clone(), new);
@@ -76,7 +76,7 @@ impl Images {
         }
         names.remove(&self.top);
         let images = now.checked()?;
-        Ok(Elsewhere { images, names })
+        Ok(AnotherPlace { images, names })
     }
 }
 
@@ -120,8 +120,8 @@ mod tests {
     fn a_tree_is_the_same_elsewhere_under_other_names() {
         let here = tree();
         let mark = "6".repeat(32);
-        let there = here.elsewhere("web.raw", (7, &mark), &"9".repeat(32));
-        let Elsewhere { images, names } = there.unwrap();
+        let there = here.at_another_place("web.raw", (7, &mark), &"9".repeat(32));
+        let AnotherPlace { images, names } = there.unwrap();
         assert_eq!(names.len(), here.images.len() - 1);
         assert_eq!(names["root.raw"], "web.raw");
         assert!(!names.contains_key(&here.top));
@@ -151,7 +151,7 @@ mod tests {
         assert!(
             !images
                 .images
-                .contains_key(&Images::name_of("web.raw", images.next))
+                .contains_key(&files::delta("web.raw", images.next))
         );
     }
 
@@ -170,8 +170,8 @@ mod tests {
     fn a_linked_disk_lies_over_the_same_image_elsewhere() {
         let here = linked();
         let mark = "6".repeat(32);
-        let there = here.elsewhere("web.raw", (4, &mark), &"8".repeat(32));
-        let Elsewhere { images, names } = there.unwrap();
+        let there = here.at_another_place("web.raw", (4, &mark), &"8".repeat(32));
+        let AnotherPlace { images, names } = there.unwrap();
         assert_eq!(images.common(), here.common());
         assert_eq!(names.len(), 2, "neither its top nor what others have");
         assert_eq!(images.images.len(), 4);
@@ -186,7 +186,7 @@ mod tests {
     fn what_is_no_delta_or_lies_over_two_whole_images_does_not_move() {
         let mark = "6".repeat(32);
         let refused = |images: &Images| {
-            let moved = images.elsewhere("web.raw", (1, &mark), &"8".repeat(32));
+            let moved = images.at_another_place("web.raw", (1, &mark), &"8".repeat(32));
             moved.unwrap_err()
         };
         let one = Images::of_one("root.raw", 1 << 30, &mark);
