@@ -43,7 +43,7 @@ pub(super) struct Movers<'w> {
 struct Flow {
     /// Pieces that no thread has begun.
     handed_out: VecDeque<Move>,
-    /// With those.
+    /// Pieces that are not done, those of no thread among them.
     under_way: usize,
     done: Merged,
     failure: Option<Error>,
@@ -115,7 +115,7 @@ impl<'w> Movers<'w> {
         }
     }
 
-    /// Until the end.
+    /// Takes piece after piece, until the leader ends.
     fn move_all(&self) {
         let mut buffer = buffer();
         loop {

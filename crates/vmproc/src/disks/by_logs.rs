@@ -203,15 +203,13 @@ impl ByLogs<'_> {
     /// Bytes that an image of it takes.
     fn bytes_of(&self, name: &str) -> Result<u64, Stopped> {
         let bytes = self.place.get().bytes_of(&self.images, name);
-        Ok(bytes.ok_or("how much one of its redo logs holds cannot be told")?)
+        bytes.ok_or_else(|| "how much one of its redo logs holds cannot be told".into())
     }
 
     fn begin(&self) -> Began {
-        let gauge = self.served.gauges.get(self.index);
-        Began {
-            at: Instant::now(),
-            did: gauge.map_or(0, |gauge| gauge.done()),
-        }
+        let (at, gauge) = (Instant::now(), self.served.gauges.get(self.index));
+        let did = gauge.map_or(0, |gauge| gauge.done());
+        Began { at, did }
     }
 
     /// Brings a log that is frozen into the copy.
