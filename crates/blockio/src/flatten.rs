@@ -64,7 +64,7 @@ pub fn flatten(
             |merged| {
                 done = before.saturating_add(merged.copied);
                 lacks = room.take(fresh, &piece).err();
-                lacks.is_none() && goes_on(done)
+                (lacks.is_none() && goes_on(done)).then_some(1)
             },
         )?;
         match (lacks, merged) {

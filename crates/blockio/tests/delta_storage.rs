@@ -246,7 +246,7 @@ fn merging_leaves_room_to_disks_that_are_in_use_and_is_done_once_there_is_some()
     let merge_all = || {
         let from = open_unlocked(&at.join("top.vmdk")).unwrap();
         let base = Image::open(&at.join("base.raw"), Access::ReadWrite, 512).unwrap();
-        merge(&from, Target::Raw(base.as_fd(), BIG), false, |_| true)
+        merge(&from, Target::Raw(base.as_fd(), BIG), false, |_| Some(1))
     };
     let refused = merge_all().unwrap_err().to_string();
     assert!(refused.contains("disks that are in use"), "{refused}");

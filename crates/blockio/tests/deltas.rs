@@ -6,7 +6,7 @@ mod common;
 use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::{open_parent, open_unlocked};
 use common::{guest, request, run};
-use godwit_blockio::delta::{Delta, Merged, Outliving, Target, merge};
+use godwit_blockio::delta::{AT_ONCE_MAX, Delta, Merged, Outliving, Target, merge};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Work};
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
 use std::fs;
@@ -16,7 +16,7 @@ use vm_memory::{Bytes as _, GuestAddress};
 fn merge_down(
     delta: &Delta,
     into: &Image,
-    goes_on: impl FnMut(Merged) -> bool,
+    goes_on: impl FnMut(Merged) -> Option<usize>,
 ) -> Result<Option<Merged>, godwit_blockio::Error> {
     merge(
         delta,
@@ -45,10 +45,12 @@ fn a_chain_of_three_is_read_as_one_image_by_us_and_by_qemu_and_merged_into_its_b
             let mut pieces = 0;
             let half = merge_down(&open(), &into, |_| {
                 pieces += 1;
-                pieces < 20
+                (pieces < 20).then_some(pieces)
             });
             assert_eq!(half.unwrap(), None, "it was to end early");
-            let whole = merge_down(&open(), &into, |_| true).unwrap().unwrap();
+            let whole = merge_down(&open(), &into, |_| Some(AT_ONCE_MAX))
+                .unwrap()
+                .unwrap();
             assert!(whole.copied > 0 && whole.zeroed > 0);
         }
         assert!(fs::read(chain.at("base.raw")).unwrap() == chain.plain);
@@ -88,7 +90,7 @@ fn a_delta_is_frozen_and_another_put_above_it_beside_a_guest_that_goes_on() {
     let done = merge_down(&source, &base, |_| {
         seed += 1;
         chain.work(&mut stack, 1, seed);
-        true
+        Some(4)
     });
     assert!(done.unwrap().is_some());
     let mut deltas = stack.take_deltas().unwrap();
@@ -112,7 +114,9 @@ fn a_top_comes_down_into_the_delta_below_which_is_the_top_from_then_on() {
     let mut below = open_unlocked(&chain.names[0]).unwrap();
     stack.settle().unwrap().unwrap();
     let top = open_unlocked(&chain.names[1]).unwrap();
-    let merged = merge(&top, Target::Delta(&mut below), false, |_| true);
+    let merged = merge(&top, Target::Delta(&mut below), false, |_| {
+        Some(AT_ONCE_MAX)
+    });
     assert!(merged.unwrap().is_some());
     let map = chain.names[0].with_extension("states");
     let outliving = Outliving {
@@ -149,7 +153,7 @@ fn an_open_delta_goes_by_what_another_one_of_it_has_got() {
     }
     let lowest = open_unlocked(&chain.names[0]).unwrap();
     let mut above = open_unlocked(&chain.names[1]).unwrap();
-    let merged = merge(&lowest, Target::Delta(&mut above), true, |_| true);
+    let merged = merge(&lowest, Target::Delta(&mut above), true, |_| Some(4));
     assert!(merged.unwrap().is_some());
     let mut deltas = stack.take_deltas().unwrap();
     deltas

@@ -7,27 +7,23 @@
 //! disks that are in use.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 
 use godwit_delta::{GRAIN, Grain, Move, moves};
 use godwit_types::plant::planted;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
+use super::movers::{Merged, Movers, range_of};
 use super::{Delta, file_of, tables, unusable};
 use crate::kept_room::KeptRoom;
 use crate::{Buffer, Error};
 
 /// So many bytes are made durable together: whoever waits for the end waits for no more than that.
 const SYNC_BYTES: u64 = 64 << 20;
-
-/// How far it is, in bytes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Merged {
-    pub copied: u64,
-    pub zeroed: u64,
-}
 
 /// What gets the content.
 #[derive(Debug)]
@@ -39,12 +35,13 @@ pub enum Target<'a> {
 }
 
 /// Copies what `from` has, in order, and makes it durable: all of it, or only where the target has nothing of its own (`lacking`). `goes_on` is asked
-/// before each piece of at most 1 MiB. Returns `None` where it said no.
+/// before each piece of at most 1 MiB, and tells how many pieces may be on their way then, this one among them: at most [`super::AT_ONCE_MAX`], and where it says one, it is
+/// done before it is asked again. Returns `None` where it said nothing, once nothing is on its way any more.
 pub fn merge(
     from: &Delta,
-    mut into: Target<'_>,
+    into: Target<'_>,
     lacking: bool,
-    mut goes_on: impl FnMut(Merged) -> bool,
+    mut goes_on: impl FnMut(Merged) -> Option<usize>,
 ) -> Result<Option<Merged>, Error> {
     let bytes = match &into {
         Target::Raw(_, bytes) => *bytes,
@@ -54,72 +51,78 @@ pub fn merge(
         let why = "the images that are to be merged are of different lengths";
         return Err(unusable(from.image.path(), why));
     }
+    let merge_failed = |error| from.failed("merge", error);
     let source = file_of(from.image.as_fd()).map_err(|error| from.failed("open", error))?;
-    let (mut done, mut unsynced) = (Merged::default(), 0);
-    let mut buffer = Buffer::zeroed(godwit_delta::MOVE_MAX as usize);
-    let room = KeptRoom::default();
-    for one in moves(&from.layout, &from.states) {
-        if !goes_on(done) {
-            return Ok(None);
-        }
-        let (range, is_zero) = match one {
-            Move::Copy(range) => (range, false),
-            Move::Zero(range) => (range, true),
-        };
-        if range.start / godwit_delta::MOVE_MAX == 1 && planted("merge-forgets-a-piece") {
-            continue;
-        }
+    let to = file_of(into.fd()).map_err(merge_failed)?;
+    let (room, states) = (KeptRoom::default(), Mutex::new(()));
+    let work = |one: &Move, buffer: &mut Buffer| {
+        let (range, is_zero) = range_of(one);
+        let mut bytes = None;
         if !is_zero {
-            let piece = buffer
-                .bytes_mut()
-                .split_at_mut((range.end - range.start) as usize)
-                .0;
+            let piece = buffer.bytes_mut().get_mut(..length(range));
+            let piece = piece.unwrap_or_default();
             let read = source.read_exact_at(piece, from.layout.data_at() + range.start);
             read.map_err(|error| from.failed("read", error))?;
+            bytes = Some(buffer.bytes());
         }
-        let bytes = (!is_zero).then(|| buffer.bytes());
-        into.take(&range, bytes, (lacking, &room))
-            .map_err(|error| from.failed("merge", error))?;
-        let bytes = range.end - range.start;
-        match is_zero {
-            true => done.zeroed += bytes,
-            false => done.copied += bytes,
+        let taken = into.take(&to, range, bytes, (lacking, &room, &states));
+        taken.map_err(merge_failed)
+    };
+    let movers = Movers::new(&work);
+    let whole = movers.lead(|led| {
+        let mut unsynced = 0;
+        for one in moves(&from.layout, &from.states) {
+            let Some(at_once) = goes_on(led.done()) else {
+                return Ok(false);
+            };
+            let (range, _) = range_of(&one);
+            if range.start / godwit_delta::MOVE_MAX == 1 && planted("merge-forgets-a-piece") {
+                continue;
+            }
+            unsynced += range.end - range.start;
+            led.take(one, at_once)?;
+            if unsynced >= SYNC_BYTES {
+                led.wait_for_all()?;
+                to.sync_data().map_err(merge_failed)?;
+                unsynced = 0;
+            }
         }
-        unsynced += bytes;
-        if unsynced >= SYNC_BYTES {
-            into.sync().map_err(|error| from.failed("merge", error))?;
-            unsynced = 0;
-        }
-    }
-    into.settle().map_err(|error| from.failed("merge", error))?;
-    Ok(Some(done))
+        led.wait_for_all()?;
+        into.settle(&to).map_err(merge_failed)?;
+        Ok(true)
+    })?;
+    Ok(whole.then(|| movers.done()))
+}
+
+fn length(range: &Range<u64>) -> usize {
+    (range.end - range.start) as usize
 }
 
 impl Target<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Raw(fd, _) => *fd,
+            Self::Delta(delta) => delta.image.as_fd(),
+        }
+    }
+
     /// Takes these bytes of the disk; zeros where there are none.
     fn take(
-        &mut self,
-        range: &std::ops::Range<u64>,
+        &self,
+        file: &File,
+        range: &Range<u64>,
         bytes: Option<&[u8]>,
-        (lacking, room): (bool, &KeptRoom),
+        (lacking, room, states): (bool, &KeptRoom, &Mutex<()>),
     ) -> std::io::Result<()> {
         match self {
-            Self::Raw(fd, _) => put((&file_of(*fd)?, room), range.start, range, bytes),
-            Self::Delta(delta) => delta.take(range, bytes, (lacking, room)),
+            Self::Raw(..) => put((file, room), range.start, range, bytes),
+            Self::Delta(delta) => delta.take((file, room), range, bytes, (lacking, states)),
         }
     }
 
-    /// Makes what was copied so far durable.
-    fn sync(&self) -> std::io::Result<()> {
+    fn settle(&self, file: &File) -> std::io::Result<()> {
         match self {
-            Self::Raw(fd, _) => file_of(*fd)?.sync_data(),
-            Self::Delta(delta) => file_of(delta.image.as_fd())?.sync_data(),
-        }
-    }
-
-    fn settle(&mut self) -> std::io::Result<()> {
-        match self {
-            Self::Raw(fd, _) => file_of(*fd)?.sync_data(),
+            Self::Raw(..) => file.sync_data(),
             Self::Delta(delta) => {
                 let settled = tables::settle(&delta.image, &delta.layout, &delta.states);
                 settled.map_err(|unfinished| unfinished.source)
@@ -129,13 +132,14 @@ impl Target<'_> {
 }
 
 impl Delta {
+    /// `states` is held by whoever changes what this delta's states say.
     fn take(
-        &mut self,
-        range: &std::ops::Range<u64>,
+        &self,
+        (file, room): (&File, &KeptRoom),
+        range: &Range<u64>,
         bytes: Option<&[u8]>,
-        (lacking, room): (bool, &KeptRoom),
+        (lacking, states): (bool, &Mutex<()>),
     ) -> std::io::Result<()> {
-        let file = file_of(self.image.as_fd())?;
         let end = range.end.div_ceil(GRAIN);
         let mut at = range.start / GRAIN;
         while at < end {
@@ -145,11 +149,12 @@ impl Delta {
                 let inside = (part.start - range.start) as usize..(part.end - range.start) as usize;
                 let bytes = bytes.map(|bytes| bytes.get(inside).unwrap_or_default());
                 let to = self.layout.data_at() + part.start;
-                put((&file, room), to, &part, bytes)?;
+                put((file, room), to, &part, bytes)?;
                 let now = match bytes {
                     Some(_) => Grain::Present,
                     None => Grain::Zero,
                 };
+                let _one = states.lock().unwrap_or_else(PoisonError::into_inner);
                 self.states.set(at..same, now);
             }
             at = same;
@@ -162,7 +167,7 @@ impl Delta {
 fn put(
     (file, room): (&File, &KeptRoom),
     at: u64,
-    range: &std::ops::Range<u64>,
+    range: &Range<u64>,
     bytes: Option<&[u8]>,
 ) -> std::io::Result<()> {
     let len = range.end - range.start;
@@ -176,7 +181,7 @@ fn put(
 }
 
 /// As a hole, as zeros that take room, or written, whatever the image can.
-fn zero(to: &File, range: &std::ops::Range<u64>) -> Result<(), Errno> {
+fn zero(to: &File, range: &Range<u64>) -> Result<(), Errno> {
     let len = range.end - range.start;
     for how in [FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE] {
         match rustix::fs::fallocate(to, how | FallocateFlags::KEEP_SIZE, range.start, len) {

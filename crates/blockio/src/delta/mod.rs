@@ -16,6 +16,7 @@ mod found;
 mod make;
 mod map;
 mod merge;
+mod movers;
 mod tables;
 
 use std::fs::File;
@@ -32,7 +33,8 @@ use found::Found;
 pub use found::{is_empty, is_frozen};
 pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::{Words, forget as forget_map};
-pub use merge::{Merged, Target, merge};
+pub use merge::{Target, merge};
+pub use movers::{AT_ONCE_MAX, Merged};
 use tables::Unfinished;
 
 use crate::{Access, Buffer, Engine, Error, Image, Stack, filters, image_lock};

@@ -31,7 +31,7 @@ pub(crate) use outlet::COPIES;
 pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub(crate) use overlaying::Overlaying;
 pub(crate) use pace::copies_beside;
-pub use pace::{Bottleneck, Pace, WaitTimes};
+pub use pace::{Beside, Bottleneck, Pace, WaitTimes};
 pub use statistics::{Count, Counts, Statistics};
 pub use still::Still;
 pub use throttle::{Limits, SharedLimits, Throttle};

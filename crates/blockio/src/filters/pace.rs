@@ -3,7 +3,7 @@
 //! A cap is for what is copied alone: whoever copies asks how many regions may be read for it now, so that none is locked
 //! against the guest while the cap holds it up. Several copyings may keep one cap together.
 //!
-//! Who owns the state: clones of a pace share it. Pure: the caller says what time it is. Refuses nothing.
+//! Who owns the state: clones of a pace share it. Pure but for how a guest is looked at: the caller says what time it is. Refuses nothing.
 
 use super::outlet::COPIES;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -154,6 +154,31 @@ pub(crate) fn copies_beside(load: f64) -> usize {
     }
 }
 
+/// How often it is looked how much a guest does,
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// and what one look counts for in the average.
+const LOOK_COUNTS: f64 = 0.15;
+
+/// A guest beside which pieces of deltas are moved.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Beside {
+    looked: Option<Instant>,
+    /// Requests that it has under way, on average.
+    load: f64,
+}
+
+impl Beside {
+    /// How many pieces may be moved at once: they are small, for the most part, so that it may be twice as many as of regions. `under_way` tells how many requests the
+    /// guest has under way, where it was not asked a moment ago.
+    pub fn pieces(&mut self, under_way: impl FnOnce() -> usize) -> usize {
+        if self.looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
+            self.looked = Some(Instant::now());
+            self.load += (under_way() as f64 - self.load) * LOOK_COUNTS;
+        }
+        2 * copies_beside(self.load)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -192,6 +217,17 @@ mod tests {
         let at = [0.0, 0.04, 0.05, 1.0, 2.0, 2.5, 4.0, 7.6, 64.0];
         let copies = at.map(copies_beside);
         assert_eq!(copies, [16, 16, 4, 4, 4, 5, 8, 16, 16]);
+    }
+
+    #[test]
+    fn beside_a_guest_that_works_twice_as_many_pieces_are_moved_and_it_is_not_asked_for_each() {
+        let mut beside = Beside::default();
+        assert_eq!(beside.pieces(|| 0), 2 * COPIES);
+        beside.looked = None;
+        assert_eq!(beside.pieces(|| 100), 2 * COPIES);
+        beside.load = 2.0;
+        beside.looked = Some(Instant::now() + Duration::from_secs(60));
+        assert_eq!(beside.pieces(|| unreachable!()), 2 * COPIES_MIN);
     }
 
     #[test]

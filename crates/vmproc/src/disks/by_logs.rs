@@ -19,7 +19,7 @@ use super::switching::{Going, Stopped};
 use crate::adoption::lock;
 use crate::faults::reached;
 use godwit_blockio::delta::{Target, merge as merge_images};
-use godwit_blockio::filters::{Pace, WaitTimes};
+use godwit_blockio::filters::{Beside, Pace, WaitTimes};
 use godwit_blockio::{Arriving, Frozen, Image};
 use godwit_redo::{Redo, Step, Work};
 use godwit_snapshots::Images;
@@ -67,6 +67,7 @@ struct ByLogs<'a> {
     iterations: Vec<DiskIteration>,
     taken: RedoLogs,
     looked: Option<Instant>,
+    beside: Beside,
     has_name: bool,
 }
 
@@ -113,6 +114,7 @@ impl Served {
             iterations: Vec::new(),
             taken: RedoLogs::default(),
             looked: None,
+            beside: Beside::default(),
             has_name: false,
         };
         reached("redo.copying");
@@ -323,7 +325,9 @@ impl ByLogs<'_> {
             let piece = now - before;
             (before, self.left) = (now, bytes.saturating_sub(now));
             stopped = self.goes_on(piece).err();
-            stopped.is_none()
+            let disk = &self.disk;
+            let under_way = || disk.glance().map_or(0, |status| status.under_way);
+            stopped.is_none().then(|| self.beside.pieces(under_way))
         });
         match stopped {
             Some(why) => Err(why),

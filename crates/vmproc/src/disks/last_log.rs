@@ -6,7 +6,7 @@
 
 use super::layers::OwnedPlace;
 use super::switching::{Stopped, length_of};
-use godwit_blockio::delta::{Target, merge};
+use godwit_blockio::delta::{AT_ONCE_MAX, Target, merge};
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::Images;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -64,7 +64,7 @@ impl LastLog {
         let from = self.place.get();
         let from = from.open_unlocked(&self.images, &self.images.top)?;
         let into = Target::Raw(self.copy.as_fd(), self.images.bytes);
-        let merged = merge(&from, into, false, |_| goes_on());
+        let merged = merge(&from, into, false, |_| goes_on().then_some(AT_ONCE_MAX));
         if merged.map_err(|error| error.to_string())?.is_none() {
             return Ok(None);
         }

@@ -15,7 +15,7 @@ use super::standing::end_unless;
 use super::{LOCK_WAIT, LOOK_EVERY, STAND_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
-use godwit_blockio::delta::{Delta, Merged, Target, merge as merge_images};
+use godwit_blockio::delta::{AT_ONCE_MAX, Delta, Merged, Target, merge as merge_images};
 use godwit_snapshots::{Images, Tidying};
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::{Disk, Standing};
@@ -30,6 +30,8 @@ const LAST_BYTES: u64 = 4 << 20;
 const FREEZES_MAX: u32 = 8;
 /// No more than this is copied while a guest waits, bytes.
 const LAST_BYTES_MAX: u64 = 64 << 20;
+/// Pieces that are merged at once beside a guest that was faster.
+const AT_ONCE: usize = 8;
 /// So many times its guest may have been faster before it is merged without rests.
 const FREEZES_GENTLY: u32 = FREEZES_MAX / 2;
 /// When what did not come to its end is tried again.
@@ -324,9 +326,12 @@ impl Served {
     ) -> Result<Looked, String> {
         let from = one.place.get().open_unlocked(images, from)?;
         let mut target = self.target(one, images, into)?;
-        let rests = freezes < FREEZES_GENTLY;
+        let at_once = match freezes < FREEZES_GENTLY {
+            true => 1,
+            false => AT_ONCE,
+        };
         let into = (target.as_mut(), images.bytes);
-        match self.merge(one, (&from, lacking), into, rests)? {
+        match self.merge(one, (&from, lacking), into, at_once)? {
             true => self.commit(one, tidying, target),
             false => Ok(self.broken_off(one)),
         }
@@ -345,22 +350,22 @@ impl Served {
         Ok(Some(target))
     }
 
-    /// Copies one image into another, durably. Returns whether it came to its end.
+    /// Copies one image into another, durably: so many pieces at once, and one at a time with rests. Returns whether it came to its end.
     fn merge(
         &self,
         one: &One<'_>,
         (from, lacking): (&Delta, bool),
         (into, bytes): (Option<&mut Delta>, u64),
-        rests: bool,
+        at_once: usize,
     ) -> Result<bool, String> {
         let (mut began, mut copied) = (Instant::now(), 0);
         let goes_on = |done: Merged| {
             let piece = done.copied.saturating_sub(copied);
-            if rests && self.goes_on(one) {
+            if at_once == 1 && self.goes_on(one) {
                 std::thread::sleep(rest_after(began.elapsed(), piece));
             }
             (began, copied) = (Instant::now(), done.copied);
-            self.goes_on(one)
+            self.goes_on(one).then_some(at_once)
         };
         let target = match into {
             Some(delta) => Target::Delta(delta),
@@ -423,7 +428,7 @@ impl Served {
         standing.settle().map_err(|error| error.to_string())?;
         let top = one.place.get().open_unlocked(&images, &images.top)?;
         let into = (below.as_mut(), images.bytes);
-        if !self.merge(one, (&top, false), into, false)? {
+        if !self.merge(one, (&top, false), into, AT_ONCE_MAX)? {
             return Ok(self.broken_off(one));
         }
         drop(top);
