@@ -4,7 +4,9 @@ mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine, without_power};
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, Target, create, merge};
+use godwit_blockio::delta::{
+    AT_ONCE_MAX, Delta, NewDelta, Opening, Outliving, Target, create, merge,
+};
 use godwit_blockio::grow::grow;
 use godwit_blockio::{Access, Image};
 use godwit_delta::{Id, Parent};
@@ -136,7 +138,7 @@ impl Log {
         let file = File::options().read(true).write(true).open(&self.extent)?;
         let delta = Delta::unlocked((file, &self.extent), self.id, 512)?;
         let target = Target::Raw(into.as_fd(), into.bytes());
-        let merged = merge(&delta, target, false, |_| true)?;
+        let merged = merge(&delta, target, false, |_| Some(AT_ONCE_MAX))?;
         ensure!(merged.is_some(), "it ended early");
         Ok(())
     }

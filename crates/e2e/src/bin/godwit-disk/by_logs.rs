@@ -4,8 +4,10 @@
 //! the disk has it. Refuses a place that is taken.
 
 use anyhow::{Context as _, Error, Result, ensure};
-use godwit_blockio::delta::{Delta, NewDelta, Opening, Outliving, Target, create, merge};
-use godwit_blockio::filters::{Counts, Limits, Pace, SharedLimits, Statistics, Throttle};
+use godwit_blockio::delta::{
+    AT_ONCE_MAX, Delta, NewDelta, Opening, Outliving, Target, create, merge,
+};
+use godwit_blockio::filters::{Beside, Counts, Limits, Pace, SharedLimits, Statistics, Throttle};
 use godwit_blockio::{Arriving, Filter, Frozen, Waits};
 use godwit_delta::{Id, Parent};
 use godwit_redo::{Redo, Step, Work};
@@ -256,10 +258,14 @@ impl<'a> Course<'a> {
         let file = File::options().read(true).write(true).open(&log.extent)?;
         let delta = Delta::unlocked((file, &log.extent), log.id, BLOCK_BYTES)?;
         let into = Target::Raw(self.copy.as_fd(), self.bytes);
-        let merged = merge(&delta, into, false, |_| {
-            until.is_none_or(|until| Instant::now() < until)
+        let (disk, mut beside) = (self.disk, Beside::default());
+        let under_way = || disk.glance().map_or(0, |status| status.under_way);
+        let merged = merge(&delta, into, false, |_| match until {
+            // Its guest is held.
+            Some(until) => (Instant::now() < until).then_some(AT_ONCE_MAX),
+            None => Some(beside.pieces(under_way)),
         })?;
-        Ok(merged.map(|done| done.copied + done.zeroed))
+        Ok(merged.map(|done| done.moved()))
     }
 
     fn ended(&mut self, (began, did): (Instant, u64), bytes: u64, copied: u64) -> Result<()> {
