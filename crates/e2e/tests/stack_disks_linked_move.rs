@@ -4,6 +4,8 @@ use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
 use godwit_e2e::stack::{Link, Plan, SOON, Stack};
 use godwit_testkit::guest::boot_disk;
+use godwit_types::snapshots::PARENT_MARK;
+use rustix::fs::{XattrFlags, setxattr};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::process::Command;
@@ -170,11 +172,8 @@ fn a_linked_disk_becomes_one_image_on_a_host_that_has_no_such_image() -> Result<
             }
             _ => {
                 copy_base(&stack, true)?;
-                let marked = Command::new("setfattr")
-                    .args(["-n", "user.godwit.parent", "-v", &"7".repeat(32)])
-                    .arg(&there)
-                    .status()?;
-                ensure!(marked.success());
+                let (another, flags) = ("7".repeat(32), XattrFlags::empty());
+                setxattr(&there, PARENT_MARK, another.as_bytes(), flags)?;
             }
         }
         let method: &[&str] = match number % 2 {
