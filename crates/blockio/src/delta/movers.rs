@@ -41,7 +41,7 @@ pub(super) struct Movers<'w> {
 struct Flow {
     /// Pieces that no thread has begun.
     handed_out: VecDeque<Piece>,
-    /// With those.
+    /// Pieces that are not done, those of no thread among them.
     under_way: usize,
     /// Bytes that are read at once for them.
     bytes: u64,
@@ -137,7 +137,7 @@ impl<'w> Movers<'w> {
         }
     }
 
-    /// Until the end.
+    /// Takes piece after piece, until the leader ends.
     fn move_all(&self) {
         while let Some(piece) = self.next() {
             let moved = (self.work)(&piece);

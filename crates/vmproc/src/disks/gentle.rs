@@ -27,7 +27,7 @@ pub(super) struct Few {
 /// What comes before another piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Next {
-    /// Nothing.
+    /// It begins at once.
     Begins,
     /// Those that are on their way are to end, and it is asked again.
     Waits,
