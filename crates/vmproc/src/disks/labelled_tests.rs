@@ -84,7 +84,14 @@ fn what_somebody_works_with_is_let_go_later() {
     let Some(place) = Place::new() else { return };
     place.say(part("x"), None);
     let file = open_device(place.path(), OFlags::RDWR).unwrap();
-    lock_file(&file, place.path(), Access::ReadWrite, "a", Duration::ZERO).unwrap();
+    lock_file(
+        &file,
+        place.path(),
+        Access::ReadWrite,
+        "a",
+        Duration::from_secs(60),
+    )
+    .unwrap();
     assert!(!let_go(place.path(), &[Whose::Part("x")]));
     assert_eq!(place.holds(), part("x"));
     drop(file);
@@ -150,7 +157,14 @@ fn a_part_that_is_kept_is_let_go_by_nobody_who_made_it() {
     assert!(!keep_part(path, ["x", "kept"]).unwrap());
     // Nor while somebody else writes its label.
     let file = open_device(place.path(), OFlags::RDWR).unwrap();
-    lock_file(&file, place.path(), Access::ReadWrite, "a", Duration::ZERO).unwrap();
+    lock_file(
+        &file,
+        place.path(),
+        Access::ReadWrite,
+        "a",
+        Duration::from_secs(60),
+    )
+    .unwrap();
     keep_part(path, ["z", "kept"]).unwrap_err();
     assert_eq!(place.holds(), part("z"));
     drop(file);
