@@ -5,8 +5,11 @@
 use godwit_snapshots::{Images, Kind};
 use godwit_store::load_json;
 use godwit_types::migration::LinkedTo;
-use godwit_types::snapshots::{LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of};
+use godwit_types::snapshots::{
+    LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, description_of, id_of_states_map,
+};
 use rustix::fs::fgetxattr;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -44,6 +47,29 @@ pub fn linked_to(image: &Path) -> Option<LinkedTo> {
         used_bytes: found.map_or(0, |found| found.blocks().saturating_mul(512)),
         has_snapshots: !images.may_become_one(),
     })
+}
+
+/// Removes the maps in this run directory, but those of deltas of these numbers. Nobody may be about to make one.
+pub fn forget_maps(run: &Path, needed: &BTreeSet<u128>) {
+    let Ok(entries) = run.read_dir() else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let id = name.to_str().and_then(id_of_states_map);
+        if id.is_none_or(|id| needed.contains(&id)) {
+            continue;
+        }
+        let path = entry.path();
+        match std::fs::remove_file(&path) {
+            Ok(()) => {
+                tracing::info!(path = %path.display(), "a map of states that nobody needs is removed");
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "a map of states that nobody needs is left behind");
+            }
+        }
+    }
 }
 
 /// Where the snapshots are described of an image that is not there.
