@@ -1,19 +1,15 @@
 //! VMs with linked disks that go to another host: linked where that has the same image, as one image elsewhere, and never to a wrong disk.
 
-use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
+use anyhow::{Result, ensure};
+use godwit_e2e::stack::disks::{goes_on_at, image_has_all_at};
+use godwit_e2e::stack::linked::{BASE, BYTES, STORE, base, begin, put_base};
 use godwit_e2e::stack::{Link, Plan, SOON, Stack};
-use godwit_testkit::guest::boot_disk;
 use godwit_types::snapshots::PARENT_MARK;
 use rustix::fs::{XattrFlags, setxattr};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::process::Command;
-use std::time::{Duration, SystemTime};
 
-const STORE: &str = "/var/tmp/fast";
-const BASE: &str = "/var/tmp/fast/base.raw";
-const BYTES: usize = 4 << 20;
 /// All of a disk's image takes some seconds so, Mb/s.
 const SLOW: [&str; 2] = ["--max-bandwidth", "8"];
 
@@ -27,34 +23,8 @@ fn with_base(name: &str) -> Result<Stack> {
     for host in ["a", "b"] {
         stack.make_directory(host, STORE)?;
     }
-    let path = stack.inside("a", BASE)?;
-    std::fs::write(&path, base()?)?;
-    // One that was written just now may still be.
-    let image = File::options().write(true).open(&path)?;
-    image.set_modified(SystemTime::now() - Duration::from_secs(60))?;
-    let mut command = stack.machine("a")?.command("chmod");
-    ensure!(command.args(["644", BASE]).status()?.success());
+    put_base(&stack)?;
     Ok(stack)
-}
-
-fn base() -> Result<Vec<u8>> {
-    let mut content = boot_disk::sector()?;
-    content.resize(BYTES, 7);
-    content
-        .get_mut(512..64 << 10)
-        .context("a short image")?
-        .fill(0);
-    Ok(content)
-}
-
-fn begin(stack: &Stack, vm: &str) -> Result<()> {
-    let lines = format!(
-        "[[disk]]\nname = \"root\"\npath = \"{STORE}/{vm}.raw\"\nfrom = \"{BASE}\"\nlinked = true\n"
-    );
-    let file = describe(stack, vm, &lines)?;
-    stack.ok("controller", &["vm", "create", &file])?;
-    stack.ok("controller", &["vm", "start", vm, "--on", "a"])?;
-    goes_on_at(stack, vm, "a")
 }
 
 /// Copies the image to host b, with its attributes or without.
