@@ -102,8 +102,7 @@ fn a_linked_disk_stays_linked_on_a_host_that_has_its_image_and_on_its_way_back()
     copy_base(&stack, true)?;
     let methods: [&[&str]; 2] = [&[], &["--method", "dirty-tracking"]];
     for (method, (from, to)) in methods.into_iter().zip([("a", "b"), ("b", "a")]) {
-        let dry_run = ["vm", "migrate", "one", "--to", to, "--dry-run"];
-        let checked = stack.json("controller", &dry_run)?;
+        let checked = stack.could_migrate("one", to)?;
         ensure!(checked["stay_linked"][0] == "root", "{checked}");
         stack.migrate("one", to, method)?;
         goes_on_at(&stack, "one", to)?;
