@@ -5,13 +5,13 @@
 
 use crate::agent::{ACT, Agent, NEED, READ, Reply, TOOLS, blocking, done, unexpected};
 use crate::supervisor::{HoldOff, Supervised};
+use godwit_qemu::layered::forget_maps;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
 use godwit_types::site::{Claim, SiteAnswer};
-use godwit_types::snapshots::id_of_states_map;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
-use std::path::Path;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// What was decided for a VM does not hold for what it is now.
@@ -89,7 +89,8 @@ impl Agent {
         blocking(move || {
             agent.must_not_live(&vm_name)?;
             let deleted = agent.records.delete(&vm_name, seen);
-            deleted.inspect(|()| forget_maps(&run))
+            // What its processes left of what its guest wrote last is memory, by which nobody goes on.
+            deleted.inspect(|()| forget_maps(&run, &BTreeSet::new()))
         })
         .await?;
         self.supervisor.forget(name);
@@ -267,19 +268,6 @@ impl Agent {
     }
 }
 
-/// What processes of a VM that is deleted left in its run directory of what its guest wrote last: memory, by which nobody goes on.
-fn forget_maps(run: &Path) {
-    let entries = run.read_dir().into_iter().flatten().flatten();
-    for entry in entries {
-        let name = entry.file_name();
-        if name.to_str().and_then(id_of_states_map).is_some()
-            && let Err(error) = std::fs::remove_file(entry.path())
-        {
-            tracing::warn!(path = %entry.path().display(), %error, "a map of states is left behind");
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -293,8 +281,8 @@ mod tests {
         for name in [&*map, "disks.json"] {
             std::fs::write(at(name), "").unwrap();
         }
-        forget_maps(run.path());
+        forget_maps(run.path(), &BTreeSet::new());
         assert!(!at(&map).exists() && at("disks.json").exists());
-        forget_maps(&at("nowhere"));
+        forget_maps(&at("nowhere"), &BTreeSet::new());
     }
 }

@@ -18,6 +18,8 @@ use crate::{Buffer, Error, next_data};
 
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
+/// So many pieces of a delta are copied at once, which are no more than one of a raw image together.
+const AT_ONCE: usize = 4;
 /// What is read beside the cache begins and ends at a multiple of this, or at the end of the file.
 const ALIGNED: u64 = 4096;
 
@@ -63,7 +65,7 @@ pub fn flatten(
             |merged| {
                 done = before.saturating_add(merged.copied);
                 lacks = room.take(fresh, &piece).err();
-                (lacks.is_none() && goes_on(done)).then_some(1)
+                (lacks.is_none() && goes_on(done)).then_some(AT_ONCE)
             },
         )?;
         match (lacks, merged) {

@@ -13,13 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::filters::{COPIES, Pace, REGION, WaitTimes, copies_beside, runs};
+use crate::filters::{Beside, COPIES, LOOK_EVERY, Pace, REGION, WaitTimes, runs};
 use crate::{Arriving, Buffer, Error};
 
-/// How often it is looked whether it goes on, and what the guest does.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
-/// What one look counts for in the average of how many requests the guest has under way.
-const LOOK_COUNTS: f64 = 0.15;
 /// How often a thread looks again that has nothing to do now.
 const REST: Duration = Duration::from_millis(2);
 
@@ -81,7 +77,7 @@ impl Frozen<'_> {
             waits: Mutex::default(),
             failure: Mutex::default(),
         };
-        let (mut load, mut goes_on) = (0.0, true);
+        let (mut beside, mut goes_on) = (Beside::default(), true);
         std::thread::scope(|scope| {
             let state = &state;
             let mut threads = Vec::new();
@@ -96,13 +92,13 @@ impl Frozen<'_> {
             }
             while threads.iter().any(|thread| !thread.is_finished()) {
                 match look(state.progress()) {
-                    Some(under_way) => load += (under_way as f64 - load) * LOOK_COUNTS,
+                    Some(under_way) => beside.saw(under_way),
                     None => {
                         goes_on = false;
                         state.stops.store(true, Ordering::Relaxed);
                     }
                 }
-                state.allowed.store(copies_beside(load), Ordering::Relaxed);
+                state.allowed.store(beside.copies(), Ordering::Relaxed);
                 std::thread::sleep(LOOK_EVERY);
             }
         });

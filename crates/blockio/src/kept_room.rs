@@ -23,6 +23,16 @@ pub(crate) struct KeptRoom(AtomicU64);
 impl KeptRoom {
     /// These bytes of this file are to be written.
     pub(crate) fn take(&self, file: &File, range: &Range<u64>) -> io::Result<()> {
+        self.take_beside(file, range, 0)
+    }
+
+    /// The same beside so many bytes that are being written, of which nobody knows whether they have their room yet.
+    pub(crate) fn take_beside(
+        &self,
+        file: &File,
+        range: &Range<u64>,
+        under_way: u64,
+    ) -> io::Result<()> {
         let bytes = range.end - range.start;
         let took = |left: u64| left.checked_sub(bytes);
         let (set, get) = (Ordering::Relaxed, Ordering::Relaxed);
@@ -37,7 +47,7 @@ impl KeptRoom {
         let found = fstatvfs(file)?;
         let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
         let free = of(found.f_bavail);
-        let room = room_for_images(of(found.f_blocks), free);
+        let room = room_for_images(of(found.f_blocks), free).saturating_sub(under_way);
         if room < bytes && !is_there(file, range) {
             let why = format!(
                 "its file system has {} MiB left, which are for disks that are in use: make room there",

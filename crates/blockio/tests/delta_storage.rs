@@ -5,7 +5,7 @@ mod common;
 use common::deltas::{open_parent, open_top, open_unlocked};
 use common::{request_of, write_of};
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, Target, create, describe_base, merge,
+    AT_ONCE_MAX, Delta, NewDelta, Opening, Outliving, Target, create, describe_base, merge,
 };
 use godwit_blockio::{Access, Buffer, Data, Engine, Error, Image, Outcome, Request, Stack, Work};
 use godwit_delta::Id;
@@ -249,7 +249,9 @@ fn merging_leaves_room_to_disks_that_are_in_use_and_is_done_once_there_is_some()
     let merge_all = || {
         let from = open_unlocked(&at.join("top.vmdk")).unwrap();
         let base = Image::open(&at.join("base.raw"), Access::ReadWrite, 512).unwrap();
-        merge(&from, Target::Raw(base.as_fd(), BIG), false, |_| Some(1))
+        merge(&from, Target::Raw(base.as_fd(), BIG), false, |_| {
+            Some(AT_ONCE_MAX)
+        })
     };
     let refused = merge_all().unwrap_err().to_string();
     assert!(refused.contains("disks that are in use"), "{refused}");

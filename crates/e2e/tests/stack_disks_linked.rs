@@ -2,6 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
+use godwit_e2e::stack::linked::{BASE, BYTES, STORE, allow, base, begin, lines, put_base};
 use godwit_e2e::stack::{Plan, SOON, Stack};
 use godwit_testkit::guest::boot_disk;
 use godwit_types::snapshots::PARENT_MARK;
@@ -10,10 +11,7 @@ use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, SystemTime};
 
-const STORE: &str = "/var/tmp/fast";
 const SLOW: &str = "/var/tmp/slow";
-const BASE: &str = "/var/tmp/fast/base.raw";
-const BYTES: usize = 4 << 20;
 /// Where host a has images that nobody can write.
 const GOLDEN: &str = "/var/tmp/golden";
 
@@ -26,42 +24,8 @@ fn with_base(name: &str) -> Result<Stack> {
     let stack = Stack::new(name, &plan)?;
     stack.make_directory("a", STORE)?;
     stack.make_directory("a", SLOW)?;
-    let path = stack.inside("a", BASE)?;
-    std::fs::write(&path, base()?)?;
-    // One that was written just now may still be.
-    let image = File::options().write(true).open(&path)?;
-    image.set_modified(SystemTime::now() - Duration::from_secs(60))?;
-    allow(&stack, "644")?;
+    put_base(&stack)?;
     Ok(stack)
-}
-
-fn allow(stack: &Stack, mode: &str) -> Result<()> {
-    let mut command = stack.machine("a")?.command("chmod");
-    ensure!(command.args([mode, BASE]).status()?.success());
-    Ok(())
-}
-
-fn base() -> Result<Vec<u8>> {
-    let mut content = boot_disk::sector()?;
-    content.resize(BYTES, 7);
-    content
-        .get_mut(512..64 << 10)
-        .context("a short image")?
-        .fill(0);
-    Ok(content)
-}
-
-fn lines(vm: &str) -> String {
-    format!(
-        "[[disk]]\nname = \"root\"\npath = \"{STORE}/{vm}.raw\"\nfrom = \"{BASE}\"\nlinked = true\n"
-    )
-}
-
-fn begin(stack: &Stack, vm: &str) -> Result<()> {
-    let file = describe(stack, vm, &lines(vm))?;
-    stack.ok("controller", &["vm", "create", &file])?;
-    stack.ok("controller", &["vm", "start", vm, "--on", "a"])?;
-    goes_on_at(stack, vm, "a")
 }
 
 fn round(stack: &Stack, vm: &str) -> Result<u32> {

@@ -1,17 +1,15 @@
 //! VMs with linked disks that go to another host: linked where that has the same image, as one image elsewhere, and never to a wrong disk.
 
-use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::disks::{describe, goes_on_at, image_has_all_at};
+use anyhow::{Result, ensure};
+use godwit_e2e::stack::disks::{goes_on_at, image_has_all_at};
+use godwit_e2e::stack::linked::{BASE, BYTES, STORE, base, begin, put_base};
 use godwit_e2e::stack::{Link, Plan, SOON, Stack};
-use godwit_testkit::guest::boot_disk;
+use godwit_types::snapshots::PARENT_MARK;
+use rustix::fs::{XattrFlags, setxattr};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::process::Command;
-use std::time::{Duration, SystemTime};
 
-const STORE: &str = "/var/tmp/fast";
-const BASE: &str = "/var/tmp/fast/base.raw";
-const BYTES: usize = 4 << 20;
 /// All of a disk's image takes some seconds so, Mb/s.
 const SLOW: [&str; 2] = ["--max-bandwidth", "8"];
 
@@ -25,34 +23,8 @@ fn with_base(name: &str) -> Result<Stack> {
     for host in ["a", "b"] {
         stack.make_directory(host, STORE)?;
     }
-    let path = stack.inside("a", BASE)?;
-    std::fs::write(&path, base()?)?;
-    // One that was written just now may still be.
-    let image = File::options().write(true).open(&path)?;
-    image.set_modified(SystemTime::now() - Duration::from_secs(60))?;
-    let mut command = stack.machine("a")?.command("chmod");
-    ensure!(command.args(["644", BASE]).status()?.success());
+    put_base(&stack)?;
     Ok(stack)
-}
-
-fn base() -> Result<Vec<u8>> {
-    let mut content = boot_disk::sector()?;
-    content.resize(BYTES, 7);
-    content
-        .get_mut(512..64 << 10)
-        .context("a short image")?
-        .fill(0);
-    Ok(content)
-}
-
-fn begin(stack: &Stack, vm: &str) -> Result<()> {
-    let lines = format!(
-        "[[disk]]\nname = \"root\"\npath = \"{STORE}/{vm}.raw\"\nfrom = \"{BASE}\"\nlinked = true\n"
-    );
-    let file = describe(stack, vm, &lines)?;
-    stack.ok("controller", &["vm", "create", &file])?;
-    stack.ok("controller", &["vm", "start", vm, "--on", "a"])?;
-    goes_on_at(stack, vm, "a")
 }
 
 /// Copies the image to host b, with its attributes or without.
@@ -130,8 +102,7 @@ fn a_linked_disk_stays_linked_on_a_host_that_has_its_image_and_on_its_way_back()
     copy_base(&stack, true)?;
     let methods: [&[&str]; 2] = [&[], &["--method", "dirty-tracking"]];
     for (method, (from, to)) in methods.into_iter().zip([("a", "b"), ("b", "a")]) {
-        let dry_run = ["vm", "migrate", "one", "--to", to, "--dry-run"];
-        let checked = stack.json("controller", &dry_run)?;
+        let checked = stack.could_migrate("one", to)?;
         ensure!(checked["stay_linked"][0] == "root", "{checked}");
         stack.migrate("one", to, method)?;
         goes_on_at(&stack, "one", to)?;
@@ -170,11 +141,8 @@ fn a_linked_disk_becomes_one_image_on_a_host_that_has_no_such_image() -> Result<
             }
             _ => {
                 copy_base(&stack, true)?;
-                let marked = Command::new("setfattr")
-                    .args(["-n", "user.godwit.parent", "-v", &"7".repeat(32)])
-                    .arg(&there)
-                    .status()?;
-                ensure!(marked.success());
+                let (another, flags) = ("7".repeat(32), XattrFlags::empty());
+                setxattr(&there, PARENT_MARK, another.as_bytes(), flags)?;
             }
         }
         let method: &[&str] = match number % 2 {

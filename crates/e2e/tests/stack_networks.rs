@@ -23,8 +23,7 @@ fn stack(name: &str, routed: bool, a: &str, b: &str) -> Result<Stack> {
 fn there_and_back(stack: &Stack) -> Result<()> {
     let guest = Counter::small("far").with("[[nic]]\nport_group = \"vm\"");
     stack.start_counter(&guest, "a")?;
-    let dry = ["vm", "migrate", "far", "--to", "b", "--dry-run"];
-    let found = stack.json("controller", &dry)?;
+    let found = stack.could_migrate("far", "b")?;
     let passed = found["passed"].to_string();
     ensure!(passed.contains("a frame from port group vm"), "{found}");
     for to in ["b", "a"] {

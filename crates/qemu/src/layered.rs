@@ -8,8 +8,10 @@ use godwit_types::datastore::is_device_path;
 use godwit_types::migration::LinkedTo;
 use godwit_types::snapshots::{
     LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, becomes_one_image, description_of,
+    id_of_states_map,
 };
 use rustix::fs::fgetxattr;
+use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -79,6 +81,29 @@ pub fn random_number() -> Result<String, String> {
     let mut number = [0; 16];
     getrandom::fill(&mut number).map_err(|error| error.to_string())?;
     Ok(format!("{:032x}", u128::from_be_bytes(number)))
+}
+
+/// Removes the maps in this run directory, but those of deltas of these numbers. Nobody may be about to make one.
+pub fn forget_maps(run: &Path, needed: &BTreeSet<u128>) {
+    let Ok(entries) = run.read_dir() else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let id = name.to_str().and_then(id_of_states_map);
+        if id.is_none_or(|id| needed.contains(&id)) {
+            continue;
+        }
+        let path = entry.path();
+        match std::fs::remove_file(&path) {
+            Ok(()) => {
+                tracing::info!(path = %path.display(), "a map of states that nobody needs is removed");
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "a map of states that nobody needs is left behind");
+            }
+        }
+    }
 }
 
 /// Where the snapshots are described of an image that is not there.

@@ -15,8 +15,8 @@
 //! 3. Only a log is consolidated that nobody writes to: one that lies under another, or the last one of a guest that is held.
 //! 4. Logs are consolidated in their order, each of them, before the record is written: so the copy is the disk then.
 //!
-//! It comes to an end at every load that storage bears: as long as each log is much smaller than the one before it goes on, and a guest that
-//! writes as fast as its logs are consolidated is slowed until that is so ([`Redo::slows_to`]).
+//! It comes to an end at every load that storage bears: as long as each log is much smaller than the one before, and small enough before there are as many as there may
+//! be, it goes on, and a guest that writes as fast as its logs are consolidated is slowed until that is so ([`Redo::slows_to`]).
 
 #![forbid(unsafe_code)]
 
@@ -221,7 +221,8 @@ impl Redo {
         } else {
             NEARER
         };
-        let is_nearer = top_bytes as f64 <= part * work.bytes as f64;
+        let shrinks_to = top_bytes as f64 / (work.bytes as f64).max(1.0);
+        let is_nearer = shrinks_to <= part && self.comes_to_its_end(shrinks_to, top_bytes);
         self.stuck = match is_nearer {
             true => 0,
             false => self.stuck.saturating_add(1),
@@ -244,6 +245,16 @@ impl Redo {
             self.was_slowed = true;
         }
         self.another_log();
+    }
+
+    /// Whether a log of so many bytes is small enough before there are as many as there may be, if each one shrinks to this part of the one before.
+    fn comes_to_its_end(&self, shrinks_to: f64, bytes: u64) -> bool {
+        let too_long = self.wait_s(bytes) / SHORT_S;
+        if too_long <= 1.0 || planted!(self, LogsNotCounted) {
+            return true;
+        }
+        let left = f64::from(LOGS_MAX.saturating_sub(self.top));
+        too_long.ln() <= left * -shrinks_to.max(f64::MIN_POSITIVE).ln()
     }
 
     /// The guest was held for so long, s, and works on, since the record could not be written then.
@@ -378,6 +389,21 @@ mod tests {
         assert_eq!(redo.step(), Step::Hold, "it may be held for that");
         redo.grown(3000 * MIB);
         assert!(matches!(redo.step(), Step::GiveUp(Why::TooMuch { .. })));
+    }
+
+    #[test]
+    fn a_guest_whose_logs_shrink_too_slowly_for_as_many_as_there_may_be_is_slowed() {
+        const GIB: u64 = 1024;
+        // Each log is 0.7 of the one before: 30 logs from 20000 s to 0.2 s, and 20 from 300 s.
+        let shrinks = |seconds: f64| {
+            let mut redo = copied(400 * GIB);
+            consolidates(&mut redo, (400 * GIB, seconds), 280 * GIB);
+            consolidates(&mut redo, (280 * GIB, seconds * 0.7), 196 * GIB);
+            redo.slows_to()
+        };
+        assert_eq!(shrinks(300.0), None);
+        let part = shrinks(20_000.0).unwrap();
+        assert!((part - WANTED / 0.7).abs() < 1e-6, "{part}");
     }
 
     #[test]

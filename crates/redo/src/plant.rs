@@ -19,6 +19,8 @@ pub enum Plant {
     WaitsForEver,
     /// There is no bound on the number of logs.
     LogsForEver,
+    /// Logs that shrink are enough, however many it would take.
+    LogsNotCounted,
 }
 
 /// Whether a fault is planted.

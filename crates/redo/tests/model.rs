@@ -224,8 +224,8 @@ fn ends((writes, bytes, speed): (f64, f64, f64), mut redo: Redo) -> Result<f64, 
 fn loads() -> Vec<(f64, f64, f64)> {
     let mut loads = Vec::new();
     for gib in [1.0, 32.0, 512.0] {
-        for speed in [20.0, 200.0, 2000.0] {
-            for part in [0.1, 0.5, 0.9, 1.0, 2.0, 10.0, 100.0] {
+        for speed in [2.0, 20.0, 200.0, 2000.0] {
+            for part in [0.1, 0.5, 0.6, 0.7, 0.74, 0.9, 1.0, 2.0, 10.0, 100.0] {
                 loads.push((speed * part * MIB, gib * 1024.0 * MIB, speed * MIB));
             }
         }
@@ -281,7 +281,12 @@ fn each_planted_fault_is_found() {
         println!("{plant:?}: seed {found:?}");
         assert!(found.is_some(), "{plant:?} is not found");
     }
-    for plant in [Plant::NeverSlowed, Plant::WaitsForEver, Plant::LogsForEver] {
+    for plant in [
+        Plant::NeverSlowed,
+        Plant::WaitsForEver,
+        Plant::LogsForEver,
+        Plant::LogsNotCounted,
+    ] {
         let planted = || Redo::default().with(plant);
         let waits = |load: &(f64, f64, f64)| {
             let ended = ends(*load, planted());

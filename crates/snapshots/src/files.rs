@@ -62,6 +62,11 @@ impl Images {
         self.file_at(own, name, &extent(name))
     }
 
+    /// The file of a raw image of the disk whose own image is `own`.
+    pub fn raw_at(&self, own: &Path, name: &str) -> PathBuf {
+        self.file_at(own, name, name)
+    }
+
     fn file_at(&self, own: &Path, name: &str, file: &str) -> PathBuf {
         match self.elsewhere.get(name) {
             Some(directory) => Path::new(directory).join(file),

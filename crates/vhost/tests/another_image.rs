@@ -3,11 +3,11 @@
 mod common;
 
 use common::{Gate, LONG, Mirrored, Site, out, places, until, wait_until, without_room};
-use godwit_blockio::{Access, Filter, Flow, Image, Request, Work};
+use godwit_blockio::{Access, Image};
 use godwit_vhost::Error;
 use rustix::io::Errno;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
@@ -126,46 +126,11 @@ fn a_disk_whose_requests_take_too_long_does_not_stand_still_and_goes_on() {
     assert_eq!(site.status(1), 0);
 }
 
-/// Storage that makes nothing durable while its gate is closed, and does all else.
-struct SlowFlushes {
-    gate: Gate,
-    held: Vec<Request>,
-    /// When the gate is looked at.
-    next: Option<Instant>,
-}
-
-impl Filter for SlowFlushes {
-    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
-        if request.work != Work::Flush {
-            return flow.down(request);
-        }
-        self.held.push(request);
-        self.wake(flow);
-    }
-
-    fn wake_at(&self) -> Option<Instant> {
-        self.next
-    }
-
-    fn wake(&mut self, flow: &mut Flow<'_>) {
-        if self.gate.is_open() {
-            self.held.drain(..).for_each(|request| flow.down(request));
-        }
-        let later = flow.now() + Duration::from_millis(1);
-        self.next = (!self.held.is_empty()).then_some(later);
-    }
-}
-
 #[test]
 fn storage_that_hangs_while_a_disk_stands_still_holds_its_guest_no_longer_than_the_limit() {
     let site = Site::new(MIB);
     let gate = Gate::default();
-    let slow = SlowFlushes {
-        gate: gate.clone(),
-        held: Vec::new(),
-        next: None,
-    };
-    let disk = site.disk(vec![Box::new(slow)]);
+    let disk = site.disk(gate.of_flushes());
     let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     guest.wait(0);

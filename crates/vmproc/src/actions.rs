@@ -14,6 +14,7 @@ use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_migrate::why::Why;
 use godwit_ownership::Phase as HostPhase;
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
+use godwit_qemu::layered::forget_maps;
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{MigrationSpec, Outcome, Phase, Side};
@@ -429,7 +430,7 @@ impl Vm {
             HostPhase::Moved { .. } | HostPhase::Absent | HostPhase::Refused { .. }
         );
         if is_elsewhere && self.hyper.is_none() {
-            disks::forget_maps(&self.paths.run, &BTreeSet::new());
+            forget_maps(&self.paths.run, &BTreeSet::new());
         }
         match &self.core.record().phase {
             HostPhase::Moved { migration, .. } => {

@@ -17,6 +17,7 @@ mod make;
 mod map;
 mod merge;
 mod movers;
+mod pieces;
 mod tables;
 
 use std::fs::File;

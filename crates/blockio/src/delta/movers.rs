@@ -4,47 +4,47 @@
 //! go in any order. Owns the threads, which end with the merge that has them. Refuses: to go on after one has failed.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
 
-use godwit_delta::{MOVE_MAX, Move};
-
-use crate::{Buffer, Error};
+use super::pieces::Piece;
+use crate::Error;
+use crate::filters::REGION;
 
 /// So many pieces are on their way at most.
 pub const AT_ONCE_MAX: usize = 32;
+/// All that are on their way have no more memory than so many bytes for each that may be, or than one of them needs: 8 MiB.
+const BYTES_EACH: u64 = REGION;
 
 /// How far it is, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Merged {
     pub copied: u64,
     pub zeroed: u64,
+    /// Of pieces that are on their way.
+    pub under_way: u64,
 }
 
-/// The bytes of a move, and whether they are zero.
-pub(super) fn range_of(one: &Move) -> (&Range<u64>, bool) {
-    match one {
-        Move::Copy(range) => (range, false),
-        Move::Zero(range) => (range, true),
-    }
-}
-
-type Work<'w> = &'w (dyn Fn(&Move, &mut Buffer) -> Result<(), Error> + Sync);
+type Work<'w> = &'w (dyn Fn(&Piece) -> Result<(), Error> + Sync);
 
 /// What is on its way.
 pub(super) struct Movers<'w> {
     work: Work<'w>,
     flow: Mutex<Flow>,
-    changed: Condvar,
+    /// There is something to be done for a thread.
+    handed: Condvar,
+    /// A piece is not on its way any more, for whoever hands them out.
+    ended: Condvar,
 }
 
 #[derive(Default)]
 struct Flow {
     /// Pieces that no thread has begun.
-    handed_out: VecDeque<Move>,
-    /// With those.
+    handed_out: VecDeque<Piece>,
+    /// Pieces that are not done, those of no thread among them.
     under_way: usize,
+    /// Bytes that are read at once for them.
+    bytes: u64,
     done: Merged,
     failure: Option<Error>,
     has_ended: bool,
@@ -55,12 +55,33 @@ pub(super) struct Led<'s, 'e: 's> {
     movers: &'e Movers<'e>,
     scope: &'s Scope<'s, 'e>,
     threads: usize,
-    /// For pieces that the caller's own thread moves.
-    buffer: Option<Buffer>,
 }
 
-fn buffer() -> Buffer {
-    Buffer::zeroed(MOVE_MAX as usize)
+/// Bytes that are read at once for a piece.
+fn read_for(piece: &Piece) -> u64 {
+    let span = piece.span();
+    span.end - span.start
+}
+
+impl Flow {
+    /// Whether a piece for which so many bytes are read may be on its way, too, where so many may be.
+    fn has_room(&self, bytes: u64, at_once: usize) -> bool {
+        let most = BYTES_EACH * at_once as u64;
+        let few = self.under_way < at_once && self.bytes.saturating_add(bytes) <= most;
+        few || self.under_way == 0
+    }
+
+    fn begins(&mut self, piece: &Piece) {
+        self.under_way += 1;
+        self.bytes += read_for(piece);
+        self.done.under_way += piece.bytes();
+    }
+
+    fn ends(&mut self, piece: &Piece) {
+        self.under_way -= 1;
+        self.bytes -= read_for(piece);
+        self.done.under_way -= piece.bytes();
+    }
 }
 
 impl<'w> Movers<'w> {
@@ -68,7 +89,8 @@ impl<'w> Movers<'w> {
         Self {
             work,
             flow: Mutex::default(),
-            changed: Condvar::new(),
+            handed: Condvar::new(),
+            ended: Condvar::new(),
         }
     }
 
@@ -77,15 +99,19 @@ impl<'w> Movers<'w> {
         &self,
         lead: impl FnOnce(&mut Led<'_, '_>) -> Result<R, Error>,
     ) -> Result<R, Error> {
-        std::thread::scope(|scope| {
+        let led = std::thread::scope(|scope| {
             let _ending = Ending(self);
             lead(&mut Led {
                 movers: self,
                 scope,
                 threads: 0,
-                buffer: None,
             })
-        })
+        });
+        // Also one of the last, of which nobody has heard.
+        match self.lock().failure.take() {
+            Some(error) => Err(error),
+            None => led,
+        }
     }
 
     pub fn done(&self) -> Merged {
@@ -96,63 +122,68 @@ impl<'w> Movers<'w> {
         self.flow.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'f>(&self, flow: MutexGuard<'f, Flow>) -> MutexGuard<'f, Flow> {
-        let waited = self.changed.wait(flow);
-        waited.unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Refuses where a piece has failed.
-    fn wait_for_fewer(&self, than: usize) -> Result<MutexGuard<'_, Flow>, Error> {
+    /// Waits until that is so of what is on its way. Refuses where a piece has failed.
+    fn wait_until(&self, is_so: impl Fn(&Flow) -> bool) -> Result<MutexGuard<'_, Flow>, Error> {
         let mut flow = self.lock();
         loop {
             if let Some(error) = flow.failure.take() {
                 return Err(error);
             }
-            if flow.under_way < than {
+            if is_so(&flow) {
                 return Ok(flow);
             }
-            flow = self.wait(flow);
+            let waited = self.ended.wait(flow);
+            flow = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Until the end.
+    /// Takes piece after piece, until the leader ends.
     fn move_all(&self) {
-        let mut buffer = buffer();
-        loop {
+        while let Some(piece) = self.next() {
+            let moved = (self.work)(&piece);
             let mut flow = self.lock();
-            let one = loop {
-                if flow.has_ended {
-                    return;
-                }
-                match flow.handed_out.pop_front() {
-                    Some(one) => break one,
-                    None => flow = self.wait(flow),
-                }
-            };
-            drop(flow);
-            let moved = (self.work)(&one, &mut buffer);
-            let mut flow = self.lock();
-            flow.under_way -= 1;
+            flow.ends(&piece);
             match moved {
-                Ok(()) => flow.done.add(&one),
+                Ok(()) => flow.done.add(&piece),
                 Err(error) => {
                     flow.has_ended = true;
                     flow.failure.get_or_insert(error);
                 }
             }
             drop(flow);
-            self.changed.notify_all();
+            self.ended.notify_one();
         }
+    }
+
+    /// What a thread is to do next; nothing at the end.
+    fn next(&self) -> Option<Piece> {
+        let mut flow = self.lock();
+        while !flow.has_ended {
+            if let Some(piece) = flow.handed_out.pop_front() {
+                return Some(piece);
+            }
+            let waited = self.handed.wait(flow);
+            flow = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        None
     }
 }
 
 impl Merged {
-    fn add(&mut self, one: &Move) {
-        let (range, is_zero) = range_of(one);
-        let bytes = range.end - range.start;
-        match is_zero {
-            true => self.zeroed += bytes,
-            false => self.copied += bytes,
+    /// Of all pieces that have ended.
+    pub fn moved(&self) -> u64 {
+        self.copied.saturating_add(self.zeroed)
+    }
+
+    /// With those that are on their way.
+    pub fn begun(&self) -> u64 {
+        self.moved().saturating_add(self.under_way)
+    }
+
+    fn add(&mut self, piece: &Piece) {
+        match piece.is_zero {
+            true => self.zeroed += piece.bytes(),
+            false => self.copied += piece.bytes(),
         }
     }
 }
@@ -162,31 +193,35 @@ impl Led<'_, '_> {
         self.movers.done()
     }
 
+    /// Whether any is on its way.
+    pub fn is_busy(&self) -> bool {
+        self.movers.lock().under_way > 0
+    }
+
     /// Has a piece moved, once fewer than so many are on their way; by the caller's own thread where it is to be the only one.
-    pub fn take(&mut self, one: Move, at_once: usize) -> Result<(), Error> {
+    pub fn take(&mut self, piece: Piece, at_once: usize) -> Result<(), Error> {
         let at_once = at_once.clamp(1, AT_ONCE_MAX);
-        let flow = self.movers.wait_for_fewer(at_once)?;
-        let busy = flow.under_way;
-        drop(flow);
+        let bytes = read_for(&piece);
+        let has_room = |flow: &Flow| flow.has_room(bytes, at_once);
+        let busy = self.movers.wait_until(has_room)?.under_way;
         if at_once > 1 && busy >= self.threads {
             self.add_thread();
         }
         if at_once == 1 || self.threads == 0 {
-            let buffer = self.buffer.get_or_insert_with(buffer);
-            (self.movers.work)(&one, buffer)?;
-            self.movers.lock().done.add(&one);
+            (self.movers.work)(&piece)?;
+            self.movers.lock().done.add(&piece);
             return Ok(());
         }
         let mut flow = self.movers.lock();
-        flow.handed_out.push_back(one);
-        flow.under_way += 1;
+        flow.begins(&piece);
+        flow.handed_out.push_back(piece);
         drop(flow);
-        self.movers.changed.notify_all();
+        self.movers.handed.notify_one();
         Ok(())
     }
 
     pub fn wait_for_all(&self) -> Result<(), Error> {
-        self.movers.wait_for_fewer(1).map(drop)
+        self.movers.wait_until(|flow| flow.under_way == 0).map(drop)
     }
 
     /// As many as there are, where there are no more.
@@ -204,20 +239,30 @@ struct Ending<'m, 'w>(&'m Movers<'w>);
 impl Drop for Ending<'_, '_> {
     fn drop(&mut self) {
         self.0.lock().has_ended = true;
-        self.0.changed.notify_all();
+        self.0.handed.notify_all();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_delta::Move;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
     const LONG: Duration = Duration::from_secs(60);
+    const BLOCK: u64 = 4096;
 
-    fn piece(number: u64) -> Move {
-        Move::Copy(number * MOVE_MAX..(number + 1) * MOVE_MAX)
+    fn piece_of(number: u64, bytes: u64) -> Piece {
+        Piece::of(Move::Copy(number * bytes..(number + 1) * bytes))
+    }
+
+    fn piece(number: u64) -> Piece {
+        piece_of(number, BLOCK)
+    }
+
+    fn number(piece: &Piece) -> u64 {
+        piece.span().start / BLOCK
     }
 
     fn failure() -> Error {
@@ -233,7 +278,7 @@ mod tests {
         let (inside, met) = (Mutex::new((0, 0)), Condvar::new());
         let moved = Mutex::new(Vec::new());
         // Each of the first waits for the others, which only come where they may come at the same time.
-        let work = |one: &Move, _: &mut Buffer| {
+        let work = |one: &Piece| {
             let mut state = inside.lock().unwrap();
             state.0 += 1;
             state.1 = state.1.max(state.0);
@@ -242,7 +287,7 @@ mod tests {
             let (mut state, waited) = waited.unwrap();
             assert!(!waited.timed_out(), "the others did not come");
             state.0 -= 1;
-            moved.lock().unwrap().push(range_of(one).0.start / MOVE_MAX);
+            moved.lock().unwrap().push(number(one));
             Ok(())
         };
         let movers = Movers::new(&work);
@@ -252,7 +297,7 @@ mod tests {
         });
         whole.unwrap();
         assert_eq!(inside.lock().unwrap().1, AT_ONCE);
-        assert_eq!(movers.done().copied, 100 * MOVE_MAX);
+        assert_eq!(movers.done().copied, 100 * BLOCK);
         let mut moved = moved.into_inner().unwrap();
         moved.sort_unstable();
         assert_eq!(moved, (0..100).collect::<Vec<_>>());
@@ -261,7 +306,7 @@ mod tests {
     #[test]
     fn one_at_a_time_is_moved_before_the_next_is_asked_for() {
         let here = std::thread::current().id();
-        let work = |_: &Move, _: &mut Buffer| {
+        let work = |_: &Piece| {
             assert_eq!(std::thread::current().id(), here);
             Ok(())
         };
@@ -269,7 +314,7 @@ mod tests {
         let whole = movers.lead(|led| {
             for number in 0..5 {
                 led.take(piece(number), 1)?;
-                assert_eq!(led.done().copied, (number + 1) * MOVE_MAX);
+                assert_eq!(led.done().copied, (number + 1) * BLOCK);
             }
             Ok(())
         });
@@ -280,9 +325,9 @@ mod tests {
     fn a_piece_that_fails_ends_it_and_nothing_is_on_its_way_then() {
         for at_once in [1, 2, AT_ONCE_MAX] {
             let inside = AtomicUsize::new(0);
-            let work = |one: &Move, _: &mut Buffer| {
+            let work = |one: &Piece| {
                 inside.fetch_add(1, Ordering::SeqCst);
-                let fails = range_of(one).0.start == 40 * MOVE_MAX;
+                let fails = number(one) == 40;
                 std::thread::yield_now();
                 inside.fetch_sub(1, Ordering::SeqCst);
                 match fails {
@@ -297,7 +342,59 @@ mod tests {
             });
             assert!(ended.unwrap_err().to_string().contains("move a piece"));
             assert_eq!(inside.load(Ordering::SeqCst), 0);
-            assert!(movers.done().copied < 1000 * MOVE_MAX);
+            assert!(movers.done().copied < 1000 * BLOCK);
+        }
+    }
+
+    #[test]
+    fn long_pieces_on_their_way_are_fewer_and_one_may_always_be() {
+        let mut flow = Flow::default();
+        let long = piece_of(0, 1 << 20);
+        let bytes = read_for(&long);
+        assert!(flow.has_room(bytes, 1), "nothing else is on its way");
+        let mut most = |at_once: usize| {
+            while flow.has_room(bytes, at_once) {
+                flow.begins(&long);
+            }
+            (flow.under_way, flow.done.under_way >> 20)
+        };
+        let seen = [1, 4, 8, AT_ONCE_MAX].map(&mut most);
+        assert_eq!(seen, [(1, 1), (1, 1), (2, 2), (8, 8)]);
+        assert!(!flow.has_room(BLOCK, AT_ONCE_MAX));
+        flow.ends(&long);
+        assert!(flow.has_room(BLOCK, AT_ONCE_MAX));
+        assert_eq!((flow.under_way, flow.done.under_way >> 20), (7, 7));
+    }
+
+    #[test]
+    fn whoever_stops_waits_for_what_is_on_its_way_alone_and_hears_of_what_failed_of_it() {
+        for fails in [false, true] {
+            let (begun, let_go) = (Mutex::new((0, false)), Condvar::new());
+            let work = |_: &Piece| {
+                let mut state = begun.lock().unwrap();
+                state.0 += 1;
+                let_go.notify_all();
+                let waited = let_go.wait_timeout_while(state, LONG, |state| !state.1);
+                assert!(!waited.unwrap().1.timed_out(), "nobody stopped");
+                match fails {
+                    true => Err(failure()),
+                    false => Ok(()),
+                }
+            };
+            let movers = Movers::new(&work);
+            let stopped = movers.lead(|led| {
+                (0..4).try_for_each(|number| led.take(piece(number), 4))?;
+                let state = begun.lock().unwrap();
+                let all = let_go.wait_timeout_while(state, LONG, |state| state.0 < 4);
+                let mut state = all.unwrap().0;
+                assert_eq!(led.done().under_way, 4 * BLOCK);
+                state.1 = true;
+                let_go.notify_all();
+                Ok(false)
+            });
+            assert_eq!(stopped.is_err(), fails);
+            assert_eq!(begun.lock().unwrap().0, 4);
+            assert_eq!(movers.done().under_way, 0);
         }
     }
 }

@@ -31,7 +31,7 @@ pub use mirroring::Mirroring;
 pub(crate) use outlet::COPIES;
 pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub(crate) use overlaying::Overlaying;
-pub(crate) use pace::copies_beside;
+pub(crate) use pace::LOOK_EVERY;
 pub use pace::{Beside, Bottleneck, Pace, WaitTimes};
 pub use sending::Sending;
 pub use statistics::{Count, Counts, Statistics};

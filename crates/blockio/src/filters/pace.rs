@@ -155,11 +155,11 @@ pub(crate) fn copies_beside(load: f64) -> usize {
 }
 
 /// How often it is looked how much a guest does,
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// and what one look counts for in the average.
 const LOOK_COUNTS: f64 = 0.15;
 
-/// A guest beside which pieces of deltas are moved.
+/// A guest beside which an image is copied, or pieces of deltas are moved.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Beside {
     looked: Option<Instant>,
@@ -173,9 +173,19 @@ impl Beside {
     pub fn pieces(&mut self, under_way: impl FnOnce() -> usize) -> usize {
         if self.looked.is_none_or(|at| at.elapsed() >= LOOK_EVERY) {
             self.looked = Some(Instant::now());
-            self.load += (under_way() as f64 - self.load) * LOOK_COUNTS;
+            self.saw(under_way());
         }
-        2 * copies_beside(self.load)
+        2 * self.copies()
+    }
+
+    /// Its requests that are under way, each [`LOOK_EVERY`].
+    pub(crate) fn saw(&mut self, under_way: usize) {
+        self.load += (under_way as f64 - self.load) * LOOK_COUNTS;
+    }
+
+    /// How many regions may be copied at once.
+    pub(crate) fn copies(&self) -> usize {
+        copies_beside(self.load)
     }
 }
 

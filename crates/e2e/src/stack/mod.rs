@@ -8,6 +8,7 @@
 mod commands;
 pub mod disks;
 mod guests;
+pub mod linked;
 mod moves;
 pub mod site;
 

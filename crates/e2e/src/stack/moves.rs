@@ -20,6 +20,14 @@ impl Stack {
         Ok(begun["id"].as_str().context("no id")?.to_owned())
     }
 
+    /// What a dry run of a move that nothing speaks against says. Any pause is allowed: the controller foresees the one
+    /// of the VM's last migration, and that one can have been long on a busy machine.
+    pub fn could_migrate(&self, vm: &str, to: &str) -> Result<Value> {
+        let any_pause = ["--max-downtime", "60000"];
+        let command = ["vm", "migrate", vm, "--to", to, "--dry-run"];
+        self.json("controller", &[&command[..], &any_pause].concat())
+    }
+
     /// A migration as the controller sees it.
     pub fn migration(&self, id: &str) -> Result<Value> {
         self.json("controller", &["migration", "show", id])

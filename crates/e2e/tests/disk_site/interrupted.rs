@@ -1,7 +1,7 @@
 //! Migrations from host `a` to host `b` that are interrupted: by a link that is lost, or by a process that dies.
 
 use super::{LONG, LOOK_EVERY, Site, dies_at, has_died};
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use godwit_e2e::Host;
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;

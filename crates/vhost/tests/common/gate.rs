@@ -1,7 +1,7 @@
 //! Filters that hold requests, or what came of them, until a test lets them go, and waiting for what a disk is like then.
 
 use super::LONG;
-use godwit_blockio::{Filter, Flow, Outcome, Request};
+use godwit_blockio::{Filter, Flow, Outcome, Request, Work};
 use godwit_vhost::{Disk, Status};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -24,9 +24,21 @@ impl Gate {
     }
 
     pub fn filters(&self) -> Vec<Box<dyn Filter>> {
-        let gate = self.clone();
-        let (held, next) = (Vec::new(), None);
-        vec![Box::new(Held { gate, held, next })]
+        self.holding(|_| true)
+    }
+
+    /// Holds flushes alone: storage makes nothing durable while it is closed, and does all else.
+    pub fn of_flushes(&self) -> Vec<Box<dyn Filter>> {
+        self.holding(|work| *work == Work::Flush)
+    }
+
+    fn holding(&self, holds: fn(&Work) -> bool) -> Vec<Box<dyn Filter>> {
+        vec![Box::new(Held {
+            gate: self.clone(),
+            holds,
+            held: Vec::new(),
+            next: None,
+        })]
     }
 
     /// Holds outcomes: what was asked for is carried out, and nobody hears of it.
@@ -44,6 +56,8 @@ impl Gate {
 
 struct Held {
     gate: Gate,
+    /// Whether it holds such a request.
+    holds: fn(&Work) -> bool,
     held: Vec<Request>,
     /// When the gate is looked at.
     next: Option<Instant>,
@@ -51,6 +65,9 @@ struct Held {
 
 impl Filter for Held {
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        if !(self.holds)(&request.work) {
+            return flow.down(request);
+        }
         self.held.push(request);
         self.wake(flow);
     }

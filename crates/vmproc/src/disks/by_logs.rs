@@ -203,15 +203,13 @@ impl ByLogs<'_> {
     /// Bytes that an image of it takes.
     fn bytes_of(&self, name: &str) -> Result<u64, Stopped> {
         let bytes = self.place.get().bytes_of(&self.images, name);
-        Ok(bytes.ok_or("how much one of its redo logs holds cannot be told")?)
+        bytes.ok_or_else(|| "how much one of its redo logs holds cannot be told".into())
     }
 
     fn begin(&self) -> Began {
-        let gauge = self.served.gauges.get(self.index);
-        Began {
-            at: Instant::now(),
-            did: gauge.map_or(0, |gauge| gauge.done()),
-        }
+        let (at, gauge) = (Instant::now(), self.served.gauges.get(self.index));
+        let did = gauge.map_or(0, |gauge| gauge.done());
+        Began { at, did }
     }
 
     /// Brings a log that is frozen into the copy.
@@ -272,17 +270,15 @@ impl ByLogs<'_> {
         let (mut before, mut stopped) = (0, None);
         let into = Target::Raw(copy.as_fd(), self.bytes);
         let merged = merge_images(&from, into, false, |done| {
-            let now = done.copied + done.zeroed;
-            let piece = now - before;
-            (before, self.left) = (now, bytes.saturating_sub(now));
+            let piece = done.begun().saturating_sub(before);
+            (before, self.left) = (done.begun(), bytes.saturating_sub(done.moved()));
             stopped = self.goes_on(piece).err();
-            let disk = &self.disk;
-            let under_way = || disk.glance().map_or(0, |status| status.under_way);
+            let under_way = || self.disk.glance().map_or(0, |status| status.under_way);
             stopped.is_none().then(|| self.beside.pieces(under_way))
         });
         match stopped {
             Some(why) => Err(why),
-            None => Ok(merged?.map(|done| done.copied + done.zeroed)),
+            None => Ok(merged?.map(|done| done.moved())),
         }
     }
 

@@ -216,6 +216,11 @@ impl Place<'_> {
         // Nobody but the image's own user may read the one, and perhaps nobody but the common one the other.
         let mark = self.as_opener(|| mark_of(image))?;
         let found = self.as_opener(|| self.read(image, &at))?;
+        // Tidying may have removed both since the mark was read.
+        let mark = match (&mark, &found) {
+            (Mark::Bound(_), None) => self.as_opener(|| mark_of(image))?,
+            _ => mark,
+        };
         let told = |why: String| format!("{}: {why}", at.display());
         if let Some(images) = &found {
             images.check().map_err(told)?;

@@ -19,6 +19,14 @@ impl Place {
         self.0.path()
     }
 
+    /// As somebody has it who works with it. A process that another test begins may have the lock for a moment.
+    fn locked(&self) -> File {
+        let file = open_device(self.path(), OFlags::RDWR).unwrap();
+        let patience = Duration::from_secs(60);
+        lock_file(&file, self.path(), Access::ReadWrite, "a", patience).unwrap();
+        file
+    }
+
     fn say(&self, holds: Holds, text: Option<Vec<u8>>) {
         let file = open_device(self.path(), OFlags::RDWR).unwrap();
         if holds == Holds::Nothing {
@@ -83,8 +91,7 @@ fn only_the_part_or_the_disk_that_is_noted_is_let_go() {
 fn what_somebody_works_with_is_let_go_later() {
     let Some(place) = Place::new() else { return };
     place.say(part("x"), None);
-    let file = open_device(place.path(), OFlags::RDWR).unwrap();
-    lock_file(&file, place.path(), Access::ReadWrite, "a", Duration::ZERO).unwrap();
+    let file = place.locked();
     assert!(!let_go(place.path(), &[Whose::Part("x")]));
     assert_eq!(place.holds(), part("x"));
     drop(file);
@@ -149,8 +156,7 @@ fn a_part_that_is_kept_is_let_go_by_nobody_who_made_it() {
     place.say(part("z"), None);
     assert!(!keep_part(path, ["x", "kept"]).unwrap());
     // Nor while somebody else writes its label.
-    let file = open_device(place.path(), OFlags::RDWR).unwrap();
-    lock_file(&file, place.path(), Access::ReadWrite, "a", Duration::ZERO).unwrap();
+    let file = place.locked();
     keep_part(path, ["z", "kept"]).unwrap_err();
     assert_eq!(place.holds(), part("z"));
     drop(file);

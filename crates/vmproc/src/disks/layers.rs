@@ -412,7 +412,7 @@ impl Place<'_> {
         let is_delta = image.is_some_and(|image| image.kind == Kind::Delta);
         let path = match is_delta {
             true => self.extent(images, name),
-            false => self.file_of(images, name, name),
+            false => images.raw_at(self.path(), name),
         };
         let found = path.symlink_metadata().ok()?;
         Some(found.blocks().saturating_mul(512))

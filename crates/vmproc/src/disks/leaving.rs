@@ -83,7 +83,7 @@ pub(super) enum Taken {
     Image,
     /// All that its guest reads, of a linked one that becomes one image.
     AllOfIt,
-    /// Its top.
+    /// What its guest has written since all below was frozen.
     Top(States<Words>),
 }
 

@@ -5,33 +5,9 @@
 //! cannot be read.
 
 use super::served::Served;
+use godwit_qemu::layered::forget_maps;
 use godwit_snapshots::Images;
-use godwit_types::snapshots::id_of_states_map;
 use std::collections::BTreeSet;
-use std::path::Path;
-
-/// Removes the maps in this run directory, but those of deltas of these numbers. Nobody may be about to make one.
-pub(crate) fn forget_maps(run: &Path, needed: &BTreeSet<u128>) {
-    let Ok(entries) = run.read_dir() else {
-        return;
-    };
-    for entry in entries.flatten() {
-        let name = entry.file_name();
-        let id = name.to_str().and_then(id_of_states_map);
-        if id.is_none_or(|id| needed.contains(&id)) {
-            continue;
-        }
-        let path = entry.path();
-        match std::fs::remove_file(&path) {
-            Ok(()) => {
-                tracing::info!(path = %path.display(), "a map of states that nobody needs is removed");
-            }
-            Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "a map of states that nobody needs is left behind");
-            }
-        }
-    }
-}
 
 /// Those that these say are part of their disk, or leave it.
 fn named(all: &[Images]) -> BTreeSet<u128> {

@@ -24,7 +24,7 @@ use godwit_types::datastore::is_device_path;
 use godwit_types::disk_move::Method;
 use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::DiskSpec;
-use godwit_types::{ApiError, ErrorCode, Generation};
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::Disk;
 use godwit_wire::BELOW;
 use std::path::Path;

@@ -44,7 +44,7 @@ fn whose((path, inode): (&str, u64)) -> u64 {
 /// What the name of a log says that lies in another directory than its disk's own image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Made {
-    /// For which file,
+    /// A number of the image for which it was made,
     whose: u64,
     /// and in which directory, by its inode: where that is not mounted another one has its path.
     within: u64,

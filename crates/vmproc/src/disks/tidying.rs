@@ -8,7 +8,7 @@
 //! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails, also for want of room, is told, and tried again
 //! after a pause.
 
-use super::gentle::rest_after;
+use super::gentle::{FEW, Few, Next, rest_after};
 use super::layers::OwnedPlace;
 use super::served::Served;
 use super::standing::end_unless;
@@ -332,7 +332,7 @@ impl Served {
         let from = one.place.get().open_unlocked(images, from)?;
         let mut target = self.target(one, images, into)?;
         let at_once = match freezes < FREEZES_GENTLY {
-            true => 1,
+            true => FEW,
             false => AT_ONCE,
         };
         let into = (target.as_mut(), images.bytes);
@@ -355,7 +355,7 @@ impl Served {
         Ok(Some(target))
     }
 
-    /// Copies one image into another, durably: so many pieces at once, and one at a time with rests. Returns whether it came to its end.
+    /// Copies one image into another, durably: so many pieces at once, and a few with rests. Returns whether it came to its end.
     fn merge(
         &self,
         one: &One<'_>,
@@ -363,13 +363,18 @@ impl Served {
         (into, bytes): (Option<&mut Delta>, u64),
         at_once: usize,
     ) -> Result<bool, String> {
-        let (mut began, mut copied) = (Instant::now(), 0);
+        let (mut began, mut few) = (Instant::now(), Few::default());
         let goes_on = |done: Merged| {
-            let piece = done.copied.saturating_sub(copied);
-            if at_once == 1 && self.goes_on(one) {
-                std::thread::sleep(rest_after(began.elapsed(), piece));
+            let is_gentle = at_once == FEW && self.goes_on(one);
+            let mut at_once = at_once;
+            match is_gentle.then(|| few.next(done)) {
+                None | Some(Next::Begins) => {}
+                Some(Next::Waits) => at_once = 0,
+                Some(Next::Rests(bytes)) => {
+                    std::thread::sleep(rest_after(began.elapsed(), bytes));
+                    began = Instant::now();
+                }
             }
-            (began, copied) = (Instant::now(), done.copied);
             self.goes_on(one).then_some(at_once)
         };
         let target = match into {

@@ -261,10 +261,11 @@ impl<'a> Course<'a> {
         let (disk, mut beside) = (self.disk, Beside::default());
         let under_way = || disk.glance().map_or(0, |status| status.under_way);
         let merged = merge(&delta, into, false, |_| match until {
-            None => Some(beside.pieces(under_way)),
+            // Its guest is held.
             Some(until) => (Instant::now() < until).then_some(AT_ONCE_MAX),
+            None => Some(beside.pieces(under_way)),
         })?;
-        Ok(merged.map(|done| done.copied + done.zeroed))
+        Ok(merged.map(|done| done.moved()))
     }
 
     fn ended(&mut self, (began, did): (Instant, u64), bytes: u64, copied: u64) -> Result<()> {

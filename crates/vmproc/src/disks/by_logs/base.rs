@@ -7,7 +7,7 @@
 
 use super::super::switching::Stopped;
 use super::super::to_copy::{but, holes, holes_in};
-use super::ByLogs;
+use super::{ByLogs, log_of};
 use crate::faults::reached;
 use godwit_blockio::{Arriving, Frozen};
 use godwit_redo::Work;
@@ -45,9 +45,7 @@ impl ByLogs<'_> {
     /// What lies over the image that the disk is linked to, if it is, and under the first log.
     fn over_lowest(&self) -> Option<String> {
         self.images.common()?;
-        let chain = self.images.chain(&self.images.top);
-        let place = chain.len().checked_sub(2)?;
-        chain.get(place).map(|name| (*name).to_owned())
+        log_of(&self.images, 0)
     }
 
     /// All is copied where that cannot be looked at.
