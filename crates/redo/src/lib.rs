@@ -28,9 +28,35 @@ pub use plant::Plant;
 
 /// For so long a guest's requests may wait, s, in all attempts together: the paper's limit for dirty block tracking.
 pub const DOWNTIME_MAX_S: f64 = 5.0;
-/// For so long of it the last log may be consolidated, s. The rest is for what comes before and after: what the guest was told is made durable, a
+/// For so long of it the last log may be consolidated, s, while another log can be put over instead. The rest is for what comes before and after: what the guest was told is made durable, a
 /// record is written, a disk stands still.
 pub const LAST_LOG_MAX_S: f64 = 3.0;
+/// For so long a guest may be held for its last log in one attempt, s, beside [`DOWNTIME_MAX_S`] for all of them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bounds {
+    /// While another log can be put over instead,
+    pub ready_s: f64,
+    /// and where there is no other try.
+    pub last_try_s: f64,
+    /// By so many logs each should be small enough, so that others are left for what comes between; a guest is slowed for that.
+    pub logs: u32,
+}
+
+impl Bounds {
+    /// Of a disk that moves on its host: it is held as soon as it may.
+    pub const ON_ITS_HOST: Self = Self {
+        ready_s: LAST_LOG_MAX_S,
+        last_try_s: DOWNTIME_MAX_S,
+        logs: LOGS_MAX,
+    };
+    /// Of a VM that goes to another host: its memory follows before it is held, and its log grows meanwhile.
+    pub const TO_ANOTHER_HOST: Self = Self {
+        ready_s: 1.0,
+        last_try_s: LAST_LOG_MAX_S,
+        logs: LOGS_MAX / 2,
+    };
+}
+
 /// So short a wait is not worth another log, s.
 pub const SHORT_S: f64 = 0.2;
 /// Most logs of one disk: they lie over one another until its end, and each is looked into for what is read.
@@ -82,8 +108,8 @@ pub enum Step {
 /// Why it is of no use.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Why {
-    /// After the most logs that there may be the guest would wait for so long, s.
-    TooMuch { wait_s: f64 },
+    /// After the most logs that there may be the guest would wait for so long, s, and may for so long.
+    TooMuch { wait_s: f64, may_s: f64 },
     /// The guest was held for so long in vain, s.
     HeldInVain { held_s: f64 },
 }
@@ -92,13 +118,13 @@ impl std::fmt::Display for Why {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let way_out = "the mirror, which is the default method, moves such a disk; or try again when the guest writes less";
         match self {
-            Self::TooMuch { wait_s } => write!(
+            Self::TooMuch { wait_s, may_s } => write!(
                 f,
-                "after {LOGS_MAX} redo logs the guest would still wait for about {wait_s:.1} s for the last one, and may for {DOWNTIME_MAX_S} s: {way_out}"
+                "after {LOGS_MAX} redo logs the guest would still wait for about {wait_s:.1} s for the last one, and may for {may_s:.1} s: {way_out}"
             ),
             Self::HeldInVain { held_s } => write!(
                 f,
-                "the guest was held for {held_s:.1} s and its last redo log was not consolidated in that time: {way_out}"
+                "the guest was held for its last redo log for {held_s:.1} s in all attempts together, and had to go on each time before the move was complete: {way_out}"
             ),
         }
     }
@@ -118,6 +144,7 @@ pub struct Redo {
     held_s: f64,
     slows_to: Option<f64>,
     was_slowed: bool,
+    bounds: Bounds,
     #[cfg(feature = "planted-faults")]
     plant: Option<Plant>,
 }
@@ -132,6 +159,7 @@ impl Default for Redo {
             held_s: 0.0,
             slows_to: None,
             was_slowed: false,
+            bounds: Bounds::ON_ITS_HOST,
             #[cfg(feature = "planted-faults")]
             plant: None,
         }
@@ -139,6 +167,15 @@ impl Default for Redo {
 }
 
 impl Redo {
+    /// The course of disks whose guest may be held within these.
+    #[must_use]
+    pub fn within(bounds: Bounds) -> Self {
+        Self {
+            bounds,
+            ..Self::default()
+        }
+    }
+
     /// A disk's course that does this fault, for tests that must find it.
     #[cfg(feature = "planted-faults")]
     #[must_use]
@@ -170,13 +207,12 @@ impl Redo {
         bytes as f64 / self.speed.unwrap_or(UNKNOWN)
     }
 
-    /// For how long the guest may be held for its last log now, s: whoever holds it lets it go then.
+    /// For how long the guest may be held for its last log now, s: whoever holds it on its host lets it go then.
     pub fn limit_s(&self) -> f64 {
         let left = (DOWNTIME_MAX_S - self.held_s).max(0.0);
         match self.top >= LOGS_MAX {
-            // There is no other try.
-            true => left,
-            false => left.min(LAST_LOG_MAX_S),
+            true => left.min(self.bounds.last_try_s),
+            false => left.min(self.bounds.ready_s),
         }
     }
 
@@ -236,7 +272,7 @@ impl Redo {
         if self.top >= LOGS_MAX && !planted!(self, LogsForEver) {
             return match may_hold {
                 true => self.hold(),
-                false => self.step = Step::GiveUp(Why::TooMuch { wait_s }),
+                false => self.give_up(wait_s),
             };
         }
         if is_stuck && !planted!(self, NeverSlowed) {
@@ -247,13 +283,13 @@ impl Redo {
         self.another_log();
     }
 
-    /// Whether a log of so many bytes is small enough before there are as many as there may be, if each one shrinks to this part of the one before.
+    /// Whether a log of so many bytes is small enough before there are as many as there should be, if each one shrinks to this part of the one before.
     fn comes_to_its_end(&self, shrinks_to: f64, bytes: u64) -> bool {
         let too_long = self.wait_s(bytes) / SHORT_S;
         if too_long <= 1.0 || planted!(self, LogsNotCounted) {
             return true;
         }
-        let left = f64::from(LOGS_MAX.saturating_sub(self.top));
+        let left = f64::from(self.bounds.logs.saturating_sub(self.top));
         too_long.ln() <= left * -shrinks_to.max(f64::MIN_POSITIVE).ln()
     }
 
@@ -279,10 +315,15 @@ impl Redo {
         self.slows_to = None;
         let wait_s = self.wait_s(top_bytes);
         match self.top >= LOGS_MAX {
-            true if wait_s > self.limit_s() => self.step = Step::GiveUp(Why::TooMuch { wait_s }),
+            true if wait_s > self.limit_s() => self.give_up(wait_s),
             true => {}
             false => self.another_log(),
         }
+    }
+
+    fn give_up(&mut self, wait_s: f64) {
+        let may_s = self.limit_s();
+        self.step = Step::GiveUp(Why::TooMuch { wait_s, may_s });
     }
 
     fn another_log(&mut self) {
@@ -415,6 +456,6 @@ mod tests {
         let Step::GiveUp(why) = redo.step() else {
             panic!("{redo:?}");
         };
-        assert!(why.to_string().contains("held for 5.0 s"), "{why}");
+        assert!(why.to_string().contains("for 5.0 s in all"), "{why}");
     }
 }

@@ -1,7 +1,7 @@
 //! The logs of a disk beside a model of what each holds: wherever the power fails the disk is whole, and the copy is when it is written down that it
 //! is the disk. And how it ends at every load.
 
-use godwit_redo::{DOWNTIME_MAX_S, LOGS_MAX, Redo, Step, Work};
+use godwit_redo::{Bounds, DOWNTIME_MAX_S, LAST_LOG_MAX_S, LOGS_MAX, Redo, Step, Work};
 use std::collections::BTreeMap;
 
 const SEEDS: u64 = 5_000;
@@ -265,6 +265,99 @@ fn never_nearer(mut redo: Redo) -> Result<u32, String> {
 #[test]
 fn there_are_no_more_logs_than_there_may_be_whatever_the_guest_does() {
     assert_eq!(never_nearer(Redo::default()), Ok(LOGS_MAX));
+}
+
+/// A guest whom nothing slows and whose logs always take so long, s; it is held once that is within what it may. Returns for how long.
+fn held_for_the_same(wait_s: f64, bounds: Bounds) -> Result<f64, String> {
+    let mut redo = Redo::within(bounds);
+    let work = Work {
+        bytes: (wait_s * 100.0 * MIB) as u64,
+        seconds: wait_s,
+    };
+    for _ in 0..10 * LOGS_MAX {
+        match redo.step() {
+            Step::CopyBase | Step::Consolidate(_) => redo.ended(work, work.bytes),
+            Step::Hold if redo.wait_s(work.bytes) > redo.limit_s() => redo.grown(work.bytes),
+            Step::Hold => return Ok(redo.wait_s(work.bytes)),
+            Step::GiveUp(why) => return Err(why.to_string()),
+            _ => redo.done(),
+        }
+    }
+    Err("it does not end".to_owned())
+}
+
+#[test]
+fn a_guest_whose_logs_are_never_shorter_is_held_or_given_up_and_not_waited_for_without_end() {
+    for bounds in [Bounds::ON_ITS_HOST, Bounds::TO_ANOTHER_HOST] {
+        for wait_s in [0.1, 0.9, 1.1, 2.0, 2.9] {
+            let held = held_for_the_same(wait_s, bounds);
+            assert!(
+                held.as_ref().is_ok_and(|held_s| *held_s <= LAST_LOG_MAX_S),
+                "{bounds:?}, {wait_s} s: {held:?}"
+            );
+        }
+        let why = held_for_the_same(6.0, bounds).unwrap_err();
+        assert!(
+            why.contains("redo logs the guest would still wait"),
+            "{why}"
+        );
+    }
+    let longer = held_for_the_same(4.0, Bounds::TO_ANOTHER_HOST);
+    assert!(longer.is_err(), "{longer:?}");
+}
+
+/// A guest whose log grows for as long as its memory follows, s, before it could be held.
+fn migrates(load: (f64, f64, f64), memory_s: f64) -> Result<f64, String> {
+    let (writes, bytes, speed) = load;
+    let mut redo = Redo::within(Bounds::TO_ANOTHER_HOST);
+    let (mut part, mut log, mut top) = (1.0, 0.0, 0.0_f64);
+    let (mut memory_s, grows) = (memory_s, |seconds: f64, part: f64| {
+        (writes * part * seconds).min(bytes)
+    });
+    for _ in 0..20 * LOGS_MAX {
+        match redo.step() {
+            Step::PutOver(_) => {
+                (log, top) = (top, 0.0);
+                redo.done();
+            }
+            Step::CopyBase | Step::Consolidate(_) => {
+                let amount = if redo.step() == Step::CopyBase {
+                    bytes
+                } else {
+                    log
+                };
+                let (bytes, seconds) = (amount as u64, amount / speed);
+                top = grows(seconds, part);
+                redo.ended(Work { bytes, seconds }, top as u64);
+                part *= redo.slows_to().unwrap_or(1.0);
+            }
+            Step::Hold => {
+                top += grows(std::mem::take(&mut memory_s), part);
+                match redo.wait_s(top as u64) <= redo.limit_s() {
+                    true => return Ok(top / speed),
+                    false => redo.grown(top as u64),
+                }
+            }
+            Step::GiveUp(why) => return Err(why.to_string()),
+            _ => redo.done(),
+        }
+    }
+    Err("it does not end".to_owned())
+}
+
+#[test]
+fn a_vm_whose_memory_follows_comes_to_an_end_at_every_load() {
+    for load in loads() {
+        for memory_s in [0.0, 3.0, 60.0] {
+            let waited = migrates(load, memory_s);
+            assert!(
+                waited
+                    .as_ref()
+                    .is_ok_and(|waited| *waited <= LAST_LOG_MAX_S),
+                "{load:?}, {memory_s} s: {waited:?}"
+            );
+        }
+    }
 }
 
 #[cfg(feature = "planted-faults")]
