@@ -34,6 +34,7 @@ mod leaving;
 mod left;
 mod linked;
 mod logs_away;
+mod logs_room;
 mod making;
 mod maps;
 mod moving;

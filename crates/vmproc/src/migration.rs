@@ -437,14 +437,20 @@ impl Vm {
     // ---- its end ----
 
     pub(crate) fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
+        match self.migration.take_if(|migration| migration.id == *id) {
+            Some(migration) => self.end_own(migration, ending),
+            None => self.end_orphan(id, ending),
+        }
+        // Its driver has ended, and notes nothing more of its disks.
         if let Some(hyper) = &self.hyper
             && ending != Ending::Completed
         {
             hyper.disks.forget_leaving_parts(id);
         }
-        let Some(migration) = self.migration.take_if(|migration| migration.id == *id) else {
-            return self.end_orphan(id, ending);
-        };
+    }
+
+    /// Ends a migration that this process drives.
+    fn end_own(&mut self, migration: Migration, ending: Ending) {
         let why = migration.why();
         let outcome = match &why {
             _ if ending == Ending::Completed => Outcome::Completed,

@@ -310,7 +310,7 @@ impl ByLogs<'_> {
     /// The new image and the logs leave the same room to others as every image that is filled.
     fn must_leave_room(&self) -> Result<(), Stopped> {
         must_have_room(
-            &self.copy,
+            (&self.copy, 0),
             "its new image and its redo logs has",
             "make room there",
         )?;
@@ -318,7 +318,7 @@ impl ByLogs<'_> {
         match self.images.elsewhere.contains_key(&self.images.top) {
             true => Ok(()),
             false => must_have_room(
-                &self.own,
+                (&self.own, 0),
                 "its image and its first redo log has",
                 "make room there, or leave out --first-log",
             ),
@@ -482,21 +482,28 @@ impl ByLogs<'_> {
     }
 }
 
-/// Refuses to take what is for disks that are in use.
-pub(super) fn must_have_room(file: &OwnedFd, whose: &str, way_out: &str) -> Result<(), Stopped> {
+/// Refuses to take what is for disks that are in use, where so much has still to be written beside what is there.
+pub(super) fn must_have_room(
+    (file, needed): (&OwnedFd, u64),
+    whose: &str,
+    way_out: &str,
+) -> Result<(), Stopped> {
     let found = fstatvfs(file)?;
     let of = |blocks: u64| blocks.saturating_mul(found.f_frsize);
     let free = of(found.f_bavail);
-    match room_for_images(of(found.f_blocks), free) {
-        0 => {
-            let mib = free >> 20;
-            let why = format!(
-                "the file system of {whose} {mib} MiB left, which are for disks that are in use: {way_out}"
-            );
-            Err(why.into())
-        }
-        _ => Ok(()),
+    if room_for_images(of(found.f_blocks), free) > needed {
+        return Ok(());
     }
+    let mib = free >> 20;
+    let why = match needed >> 20 {
+        0 => format!(
+            "the file system of {whose} {mib} MiB left, which are for disks that are in use: {way_out}"
+        ),
+        needed => format!(
+            "the file system of {whose} {mib} MiB left, which are for disks that are in use, and {needed} MiB of them for what is in the logs: {way_out}"
+        ),
+    };
+    Err(why.into())
 }
 
 /// The image that is log `number` of a disk that consists of logs alone and of its own image, or of what it is linked to and what was written over that.

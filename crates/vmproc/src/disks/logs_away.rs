@@ -22,16 +22,28 @@ use godwit_types::{ApiError, ErrorCode, MigrationId};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Memory follows once the guest would stand still for no longer than this, s: while it does the log grows.
-pub(super) const READY_S: f64 = 1.0;
+/// The log to which the guest writes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LastLog {
+    /// For how long the guest would stand still for it, s,
+    pub wait_s: f64,
+    /// and for how long it may, so that memory can follow: the log grows meanwhile.
+    pub limit_s: f64,
+}
+
+impl LastLog {
+    pub fn is_short(self) -> bool {
+        self.wait_s <= self.limit_s
+    }
+}
 
 /// What others see and want.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     pub left: AtomicU64,
     pub copied: AtomicU64,
-    /// How long the guest would stand still for its last log, s; nothing while it could not be stopped.
-    pub wait_s: Mutex<Option<f64>>,
+    /// Nothing while the guest could not be stopped for it.
+    pub last_log: Mutex<Option<LastLog>>,
     /// Another log is wanted, since the last one has grown.
     pub wants_another: AtomicBool,
     /// How often the guest was stopped for its last log, and let go: it stands still where this is odd.
@@ -53,8 +65,8 @@ impl Shared {
 
     fn is_ready(&self) -> bool {
         self.is_asked.store(true, Ordering::SeqCst);
-        match *lock(&self.wait_s) {
-            Some(wait_s) if wait_s <= READY_S => true,
+        match *lock(&self.last_log) {
+            Some(last) if last.is_short() => true,
             Some(_) => {
                 self.wants_another.store(true, Ordering::SeqCst);
                 false
@@ -63,9 +75,13 @@ impl Shared {
         }
     }
 
-    fn turn(&self) {
-        self.is_asked.store(false, Ordering::SeqCst);
-        self.closings.fetch_add(1, Ordering::SeqCst);
+    /// The guest stands still from now on, or goes on; nothing of what it does already.
+    fn turn(&self, stands_still: bool) {
+        let is_so = self.closings.load(Ordering::SeqCst) % 2 == 1;
+        if is_so != stands_still {
+            self.is_asked.store(false, Ordering::SeqCst);
+            self.closings.fetch_add(1, Ordering::SeqCst);
+        }
     }
 }
 
@@ -158,7 +174,7 @@ impl LogsAway {
 
     /// What becomes less as long as anything is sent; nothing where nothing is waited for.
     pub(super) fn not_copied(&self) -> Option<u64> {
-        let is_waited_for = lock(&self.shared.wait_s).is_none();
+        let is_waited_for = lock(&self.shared.last_log).is_none();
         is_waited_for.then(|| u64::MAX - self.shared.copied.load(Ordering::Relaxed))
     }
 
@@ -174,12 +190,17 @@ impl LogsAway {
 
     /// Whether the guest may be stopped, for at most so long, s.
     pub(super) fn are_close(&self, limit_s: f64) -> bool {
-        lock(&self.shared.wait_s).is_some_and(|wait_s| wait_s <= limit_s)
+        lock(&self.shared.last_log).is_some_and(|last| last.wait_s <= limit_s)
     }
 
-    /// The guest stands still from now on, or is not held for its last log any more.
-    pub(super) fn turn(&self) {
-        self.shared.turn();
+    /// The guest stands still from now on.
+    pub(super) fn close(&self) {
+        self.shared.turn(true);
+    }
+
+    /// The guest is not held for its last log any more.
+    pub(super) fn open(&self) {
+        self.shared.turn(false);
     }
 
     pub(super) fn failure(&self) -> Option<String> {
@@ -228,13 +249,16 @@ mod tests {
     fn what_was_equal_when_the_guest_stood_still_before_is_not_when_it_does_again() {
         let shared = Shared::default();
         assert!(!shared.is_equal(), "it runs");
-        shared.turn();
+        shared.turn(true);
         assert!(!shared.is_equal());
         shared.equal.store(1, Ordering::SeqCst);
         assert!(shared.is_equal());
-        shared.turn();
+        shared.turn(true);
+        assert!(shared.is_equal(), "it stands still as before");
+        shared.turn(false);
         assert!(!shared.is_equal(), "it runs again");
-        shared.turn();
+        shared.turn(false);
+        shared.turn(true);
         assert!(!shared.is_equal());
     }
 
@@ -243,12 +267,18 @@ mod tests {
         let shared = Shared::default();
         let wants = || shared.wants_another.swap(false, Ordering::SeqCst);
         assert!(!shared.is_ready() && !wants(), "its image is being sent");
-        *lock(&shared.wait_s) = Some(READY_S);
+        let last = |wait_s| {
+            Some(LastLog {
+                wait_s,
+                limit_s: 1.0,
+            })
+        };
+        *lock(&shared.last_log) = last(1.0);
         assert!(shared.is_ready() && !wants());
-        *lock(&shared.wait_s) = Some(2.0 * READY_S);
+        *lock(&shared.last_log) = last(2.0);
         assert!(!shared.is_ready() && wants());
         // Who stops the guest does not ask for anything by that.
-        shared.turn();
+        shared.turn(true);
         assert!(!shared.is_asked.load(Ordering::SeqCst));
     }
 }

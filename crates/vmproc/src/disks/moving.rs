@@ -60,7 +60,6 @@ pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
     method: Method,
-    /// Of which migration.
     migration: MigrationId,
     /// Where they go by redo logs.
     pub(super) logs: Option<LogsAway>,
@@ -443,13 +442,13 @@ impl SourceDisks {
     /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
     pub(crate) fn close(&self) {
         self.disks.iter().for_each(|disk| disk.course.close());
-        self.logs.iter().for_each(LogsAway::turn);
+        self.logs.iter().for_each(LogsAway::close);
     }
 
     /// A guest that goes on here finds them so.
     pub(crate) fn open(&self) {
         self.disks.iter().for_each(|disk| disk.course.open());
-        self.logs.iter().for_each(LogsAway::turn);
+        self.logs.iter().for_each(LogsAway::open);
     }
 
     /// What becomes less as long as anything is copied: of each disk whose writes are tracked, nothing where nothing is waited for; of

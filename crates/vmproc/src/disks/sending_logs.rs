@@ -4,18 +4,19 @@
 //! served anew, or consists of other logs than those of this migration, and to fill a file system to its end.
 
 use super::STAND_WAIT;
-use super::by_logs::{log_of, must_have_room};
+use super::by_logs::log_of;
 use super::last_log::in_time;
 use super::layers::OwnedPlace;
-use super::logs_away::{READY_S, Shared, must_be_one_image};
+use super::logs_away::{LastLog, Shared, must_be_one_image};
+use super::logs_room::{Lies, LogsRoom};
 use super::served::Served;
 use super::switching::Stopped;
 use super::to_copy::{but, holes};
 use crate::adoption::lock;
-use crate::faults::reached;
+use crate::faults::{is_late, planted, reached};
 use godwit_blockio::filters::{Course, Outlet, Sending};
 use godwit_delta::{Move, moves};
-use godwit_redo::{Redo, Step, Work};
+use godwit_redo::{Bounds, Redo, Step, Work};
 use godwit_snapshots::Images;
 use godwit_streams::source::Changes;
 use godwit_types::MigrationId;
@@ -32,8 +33,6 @@ use std::time::{Duration, Instant};
 
 /// How often it is looked whether the guest stands still, and how large its log is.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// How often it is looked how much room is left.
-const ROOM_EVERY: Duration = Duration::from_millis(100);
 
 /// A disk on its way.
 pub(super) struct One {
@@ -59,12 +58,19 @@ struct Context {
     shared: Arc<Shared>,
     /// Bytes that this step has still to send.
     left: Cell<u64>,
-    looked: Cell<Option<Instant>>,
+    room: LogsRoom,
 }
 
 impl Context {
     fn is_over(&self) -> bool {
         self.shared.is_over.load(Ordering::SeqCst)
+    }
+
+    fn must_go_on(&self) -> Result<(), Stopped> {
+        match self.is_over() {
+            true => Err(Stopped::Cancelled),
+            false => Ok(()),
+        }
     }
 
     fn stands_still(&self, closing: u64) -> bool {
@@ -87,24 +93,16 @@ impl Context {
     fn goes_on(
         &self,
         (index, disk): (usize, &Arc<Disk>),
-        own: &OwnedFd,
         closing: Option<u64>,
     ) -> Result<bool, Stopped> {
-        if self.is_over() {
-            return Err(Stopped::Cancelled);
-        }
+        self.must_go_on()?;
         if !Arc::ptr_eq(&self.served.disk(index)?, disk) {
             return Err("a disk was served anew meanwhile".into());
         }
         if let Some(closing) = closing {
             return Ok(self.stands_still(closing));
         }
-        let looked = self.looked.get();
-        if looked.is_none_or(|at| at.elapsed() >= ROOM_EVERY) {
-            self.looked.set(Some(Instant::now()));
-            let way_out = "make room there, or leave out --method";
-            must_have_room(own, "its image and its redo logs has", way_out)?;
-        }
+        self.room.must_be_left()?;
         Ok(true)
     }
 }
@@ -122,7 +120,24 @@ impl One {
 
     fn bytes_of(&self, name: &str) -> Result<u64, Stopped> {
         let bytes = self.place.get().bytes_of(&self.images, name);
-        Ok(bytes.ok_or("how much one of its redo logs holds cannot be told")?)
+        let untold = "how much one of its redo logs holds cannot be told";
+        Ok(bytes.ok_or_else(|| self.told(untold))?)
+    }
+
+    fn told(&self, why: &str) -> String {
+        format!("disk '{}': {why}", self.name())
+    }
+
+    /// Its image and its logs, for whoever looks at room.
+    fn lies(&self, logs: u32) -> Result<Lies, Stopped> {
+        let (place, logs) = (self.place.get(), 1..=logs);
+        let logs = logs.filter_map(|log| log_of(&self.images, log));
+        Ok(Lies {
+            disk: self.name().to_owned(),
+            image: self.own.try_clone()?,
+            bytes: self.bytes,
+            logs: logs.map(|log| place.extent(&self.images, &log)).collect(),
+        })
     }
 
     /// The frozen image, until the destination has all of it.
@@ -130,11 +145,11 @@ impl One {
         let file = File::from(self.own.try_clone()?);
         let path = Path::new(&self.place.spec.path);
         let mut sending = Sending::of_image((file, path), &mut *self.outlet, &self.course);
-        let who = ((self.index, &self.disk), &self.own);
+        let who = (self.index, &self.disk);
         let all = || data.iter().cloned().map(Move::Copy);
         match send(&mut sending, context, all, (who, None))? {
             true => Ok(()),
-            false => Err("its image was not sent to its end".into()),
+            false => Err(self.told("its image was not sent to its end").into()),
         }
     }
 
@@ -148,7 +163,7 @@ impl One {
         let log = self.place.get().open_unlocked(&self.images, name)?;
         let (outlet, is_capped) = (&mut *self.outlet, closing.is_none());
         let mut sending = Sending::of_log(&log, outlet, &self.course, is_capped)?;
-        let who = ((self.index, &self.disk), &self.own);
+        let who = (self.index, &self.disk);
         let all = || moves(log.layout(), log.states());
         send(&mut sending, context, all, (who, closing))
     }
@@ -174,14 +189,14 @@ fn send<I: Iterator<Item = Move>>(
     sending: &mut Sending<'_>,
     context: &Context,
     all: impl Fn() -> I,
-    ((who, own), closing): (((usize, &Arc<Disk>), &OwnedFd), Option<u64>),
+    (who, closing): ((usize, &Arc<Disk>), Option<u64>),
 ) -> Result<bool, Stopped> {
     let (mut before, mut stopped) = (0, None);
     let under_way = || context.changes.under_way_bytes();
     let ended = sending.run(all, under_way, |given| {
         context.sent(given - before);
         before = given;
-        let goes_on = context.goes_on(who, own, closing);
+        let goes_on = context.goes_on(who, closing);
         goes_on.unwrap_or_else(|why| {
             stopped = Some(why);
             false
@@ -219,7 +234,7 @@ impl Sender {
         let shared = Arc::clone(shared);
         Self {
             disks,
-            redo: Redo::default(),
+            redo: Redo::within(Bounds::TO_ANOTHER_HOST),
             flushes: 0,
             context: Context {
                 served,
@@ -227,39 +242,36 @@ impl Sender {
                 migration,
                 shared,
                 left: Cell::default(),
-                looked: Cell::default(),
+                room: LogsRoom::default(),
             },
         }
     }
 
     pub(super) fn run(mut self) {
-        let context = &self.context;
-        let names: Vec<String> = self.disks.iter().map(|one| one.name().to_owned()).collect();
-        let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let specs = self.disks.iter().map(|one| &one.place.spec);
-        context.served.begin_logs_here(specs);
-        let ended = self.work(&names);
-        for one in &self.disks {
-            self.slow_one(one.index, None);
-        }
-        if let Err(Stopped::Failed(why)) = ended {
+        self.context.served.begin_logs_here(specs);
+        if let Err(Stopped::Failed(why)) = self.work() {
             *lock(&self.context.shared.failure) = Some(why);
         }
-        self.context.served.end_logs_of(&names);
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.disks.iter().map(One::name).collect()
     }
 
     /// Does one step after the other, until the migration is over.
-    fn work(&mut self, names: &[&str]) -> Result<(), Stopped> {
+    fn work(&mut self) -> Result<(), Stopped> {
         for one in &self.disks {
-            must_be_one_image(&self.context.served, &one.place.spec)?;
+            let is_one = must_be_one_image(&self.context.served, &one.place.spec);
+            is_one.map_err(|why| one.told(&why))?;
         }
+        self.know_logs()?;
         loop {
-            if self.context.is_over() {
-                return Err(Stopped::Cancelled);
-            }
+            self.context.must_go_on()?;
             match self.redo.step() {
                 Step::Make(log) => {
-                    self.context.served.put_logs(names, log)?;
+                    self.context.room.must_be_left_now()?;
+                    self.context.served.put_logs(&self.names(), log)?;
                     self.redo.done();
                 }
                 // It was put over the disks once it was made.
@@ -280,18 +292,32 @@ impl Sender {
         let (mut parts, logs) = (BTreeMap::new(), self.redo.logs());
         for one in &mut self.disks {
             let place = one.place.get();
-            let images = self.context.served.logged(&place, one.own.as_fd(), logs)?;
+            let images = self.context.served.logged(&place, one.own.as_fd(), logs);
+            let images = images.map_err(|why| one.told(&why))?;
             parts.insert(one.place.spec.name.clone(), place.parts_of(&images)?);
             one.images = images;
         }
-        let migration = &self.context.migration;
-        let noted = self.context.served.change(|what| {
-            if what.leaving.as_ref() == Some(migration) {
+        self.know_logs()?;
+        let (context, mut is_noted) = (&self.context, false);
+        let noted = context.served.change(|what| {
+            // Whoever ends the migration says so before he has this forgotten.
+            is_noted = what.leaving.as_ref() == Some(&context.migration) && !context.is_over();
+            if is_noted {
                 what.leaving_parts = parts;
             }
         });
         noted.map_err(|error| error.message)?;
         reached("source.log-put-over");
+        match is_noted {
+            true => Ok(()),
+            false => Err("this migration is over".into()),
+        }
+    }
+
+    fn know_logs(&mut self) -> Result<(), Stopped> {
+        let logs = self.redo.logs();
+        let lie: Result<_, Stopped> = self.disks.iter().map(|one| one.lies(logs)).collect();
+        self.context.room = LogsRoom::of(lie?);
         Ok(())
     }
 
@@ -326,14 +352,16 @@ impl Sender {
         let mut names = Vec::new();
         for one in &self.disks {
             let name = log_of(&one.images, log);
-            let name = name.ok_or("one of its redo logs is not described any more")?;
+            let name =
+                name.ok_or_else(|| one.told("one of its redo logs is not described any more"))?;
             total += one.bytes_of(&name)?;
             names.push(name);
         }
         self.context.begins(total);
         for (one, name) in self.disks.iter_mut().zip(&names) {
             if !one.send_log(&self.context, name, None)? {
-                return Err("one of its redo logs was not sent to its end".into());
+                let why = one.told("one of its redo logs was not sent to its end");
+                return Err(why.into());
             }
         }
         reached("source.log-sent");
@@ -349,18 +377,17 @@ impl Sender {
         Ok(bytes)
     }
 
-    /// Has what follows decided.
+    /// Has what follows decided. What was sent counts once it is durable, and the guest has written to its log until then.
     fn ended(&mut self, began: &Began, bytes: u64) -> Result<(), Stopped> {
-        let seconds = began.at.elapsed().as_secs_f64();
         for one in &mut self.disks {
             self.flushes += 1;
             one.flush(&self.context, self.flushes)?;
         }
-        let top = self.top_bytes()?;
+        let (now, top) = (self.begin(), self.top_bytes()?);
+        let seconds = now.at.duration_since(began.at).as_secs_f64();
         self.redo.ended(Work { bytes, seconds }, top);
         self.context.begins(top);
         if let Some(part) = self.redo.slows_to() {
-            let now = self.begin();
             for (one, (did, before)) in self.disks.iter().zip(now.did.iter().zip(&began.did)) {
                 let did = did.saturating_sub(*before) as f64;
                 let requests_per_s = (did / seconds.max(0.001) * part) as u64;
@@ -386,44 +413,57 @@ impl Sender {
         let closing = shared.closings.load(Ordering::SeqCst);
         if closing % 2 == 1 {
             let began = Instant::now();
-            *lock(&shared.wait_s) = None;
+            *lock(&shared.last_log) = None;
             self.send_last(closing)?;
             self.redo.let_go(began.elapsed().as_secs_f64());
-            // Nothing of its disks is changed before it is known that the guest goes on here.
-            while !shared.is_asked.swap(false, Ordering::SeqCst) {
-                if self.context.is_over() {
-                    return Err(Stopped::Cancelled);
-                }
-                std::thread::sleep(LOOK_EVERY);
-            }
-            return Ok(());
+            return self.wait_for_guest();
         }
         for one in &self.disks {
-            let who = (one.index, &one.disk);
-            self.context.goes_on(who, &one.own, None)?;
+            self.context.goes_on((one.index, &one.disk), None)?;
         }
         let top = self.top_bytes()?;
-        let wait_s = self.redo.wait_s(top);
+        let last = LastLog {
+            wait_s: self.redo.wait_s(top),
+            limit_s: self.redo.limit_s(),
+        };
         self.context.begins(top);
-        if shared.wants_another.swap(false, Ordering::SeqCst) && wait_s > READY_S {
-            *lock(&shared.wait_s) = None;
+        if shared.wants_another.swap(false, Ordering::SeqCst) && !last.is_short() {
+            *lock(&shared.last_log) = None;
             self.redo.grown(top);
             return Ok(());
         }
-        *lock(&shared.wait_s) = Some(wait_s);
+        // What is made durable there still would be waited for beside the last log.
+        let is_all_there = self.context.changes.under_way_bytes() == 0;
+        *lock(&shared.last_log) = is_all_there.then_some(last);
         std::thread::sleep(LOOK_EVERY);
         Ok(())
     }
 
-    fn has_lost(&self) -> bool {
-        self.disks.iter().any(|one| one.course.has_lost())
+    /// Nothing of its disks is changed before it is known that the guest goes on here; it may write already.
+    fn wait_for_guest(&self) -> Result<(), Stopped> {
+        while !self.context.shared.is_asked.swap(false, Ordering::SeqCst) {
+            self.context.must_go_on()?;
+            if self.context.served.held().is_some() {
+                self.context.room.must_be_left()?;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+
+    /// Until something that was sent is lost.
+    fn wait_while_it_stands_still(&self, closing: u64) -> Result<(), Stopped> {
+        let has_lost = || self.disks.iter().any(|one| one.course.has_lost());
+        while self.context.stands_still(closing) && !has_lost() {
+            self.context.must_go_on()?;
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
     }
 
     /// Whether all that the guest wrote is where it is looked for.
     fn are_settled(&self) -> Result<bool, Stopped> {
-        if self.context.is_over() {
-            return Err(Stopped::Cancelled);
-        }
+        self.context.must_go_on()?;
         for one in &self.disks {
             if !one.settle()? {
                 return Ok(false);
@@ -436,12 +476,16 @@ impl Sender {
     fn send_last(&mut self, closing: u64) -> Result<(), Stopped> {
         reached("source.last-log");
         let shared = Arc::clone(&self.context.shared);
+        if is_late("source.last-log") {
+            self.wait_while_it_stands_still(closing)?;
+        }
         while self.context.stands_still(closing) {
             self.context.begins(self.top_bytes()?);
             if !self.are_settled()? {
                 continue;
             }
-            for one in &mut self.disks {
+            let forgotten = planted("last-log-unsent");
+            for one in self.disks.iter_mut().filter(|_| !forgotten) {
                 let top = one.images.top.clone();
                 if !one.send_log(&self.context, &top, Some(closing))? {
                     return Ok(());
@@ -449,14 +493,19 @@ impl Sender {
             }
             self.context.begins(0);
             shared.equal.store(closing, Ordering::SeqCst);
-            while self.context.stands_still(closing) && !self.has_lost() {
-                if self.context.is_over() {
-                    return Err(Stopped::Cancelled);
-                }
-                std::thread::sleep(LOOK_EVERY);
-            }
+            self.wait_while_it_stands_still(closing)?;
             shared.equal.store(0, Ordering::SeqCst);
         }
         Ok(())
+    }
+}
+
+/// However it ended, no guest is slowed any longer, and what is left of the logs is seen to.
+impl Drop for Sender {
+    fn drop(&mut self) {
+        for one in &self.disks {
+            self.slow_one(one.index, None);
+        }
+        self.context.served.end_logs_of(&self.names());
     }
 }
