@@ -5,9 +5,9 @@ mod common;
 use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::open_parent;
 use common::{request, run};
-use godwit_blockio::delta::{NewDelta, create, is_frozen};
+use godwit_blockio::delta::{NewDelta, create, is_empty, is_frozen};
 use godwit_blockio::{Access, Data, Engine, Error, Image, Outcome, Stack, Work};
-use godwit_delta::{Id, header};
+use godwit_delta::{Id, Parent, header};
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -54,6 +54,30 @@ fn what_was_answered_is_there_after_a_kill_and_what_no_map_tells_of_is_not_guess
     let top = chain.open_top(Id([1; 16]), false).unwrap();
     stack.put_deltas(vec![top]).unwrap();
     chain.must_be_plain(&mut stack);
+}
+
+#[test]
+fn a_delta_of_a_larger_disk_than_its_own_is_not_looked_into_and_counts_as_one_with_content() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let descriptor = directory.path().join("root.raw.d1.vmdk");
+    let parent = Parent {
+        cid: 7,
+        hint: "root.raw.vmdk".to_owned(),
+    };
+    let new = NewDelta {
+        descriptor: &descriptor,
+        bytes: BYTES,
+        id: Id([7; 16]),
+        parent: &parent,
+    };
+    create(&new).unwrap();
+    let extent = directory.path().join("root.raw.d1-sesparse.vmdk");
+    let is_empty = |bytes_max| {
+        let file = fs::File::options().read(true).write(true).open(&extent);
+        is_empty((file.unwrap(), &extent), bytes_max, 512).unwrap()
+    };
+    assert!(is_empty(BYTES) && is_empty(2 * BYTES));
+    assert!(!is_empty(BYTES / 2));
 }
 
 #[test]

@@ -2,24 +2,25 @@
 //!
 //! Owns nothing. Refuses: to take a part for the whole, and a place where the snapshots of an image that is gone are described.
 
+use crate::disk::open_looked_at;
 use godwit_snapshots::{Images, Kind, files};
-use godwit_store::load_json;
+use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
 use godwit_types::datastore::is_device_path;
 use godwit_types::migration::LinkedTo;
 use godwit_types::snapshots::{
     LAYERED_BEGUN, LAYERED_MARK, LAYERED_MARK_MAX, becomes_one_image, description_of,
     id_of_states_map,
 };
-use rustix::fs::fgetxattr;
+use rustix::fs::{CWD, OFlags, fgetxattr};
 use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
+use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 /// Bytes that all images of a linked disk take, the one to which it is linked among them; nothing of any other disk, as far as that can be told.
 pub fn use_of_linked(image: &Path) -> Option<u64> {
-    let images: Images = load_json(&description_of(image)).ok()??;
-    images.check().ok()?;
+    let images = described(image)?;
     images.common()?;
     let takes = |path: &Path| path.metadata().map_or(0, |found| bytes_of(&found));
     let each = images.images.iter().map(|(name, one)| match one.kind {
@@ -30,10 +31,25 @@ pub fn use_of_linked(image: &Path) -> Option<u64> {
     Some(each.fold(0, u64::saturating_add))
 }
 
+/// What is said beside this image of what its disk consists of. Nothing where that cannot be so, and of what is no file that its owner alone may change:
+/// a link leads nowhere.
+fn described(image: &Path) -> Option<Images> {
+    let at = description_of(image);
+    let file = open_looked_at(CWD, &at, OFlags::RDONLY | OFlags::NOFOLLOW).ok()?;
+    let found = file.metadata().ok()?;
+    if !found.is_file() || found.mode() & 0o022 != 0 {
+        return None;
+    }
+    let mut content = Vec::new();
+    let limited = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut content);
+    limited.ok()?;
+    let images: Images = json_of(&at, &content).ok()?;
+    images.check().ok().map(|()| images)
+}
+
 /// What a linked disk begins as whose own image this is; nothing of any other disk, as far as that can be told.
 pub fn linked_to(image: &Path) -> Option<LinkedTo> {
-    let images: Images = load_json(&description_of(image)).ok()??;
-    images.check().ok()?;
+    let images = described(image)?;
     let common = images.common()?;
     let found = Path::new(common.path).metadata();
     Some(LinkedTo {
@@ -69,7 +85,7 @@ pub fn bytes_over(image: &Path) -> u64 {
         let found = is_over.then(|| entry.metadata().ok()).flatten()?;
         Some(bytes_of(&found))
     });
-    taken.sum()
+    taken.fold(0, u64::saturating_add)
 }
 
 fn bytes_of(found: &Metadata) -> u64 {
@@ -128,5 +144,44 @@ pub fn must_be_whole(file: &File, path: &str) -> Result<(), String> {
             "the image {path} is not used: it is a part of a disk with snapshots, and holds what that was before the first of them, or of a linked disk, and holds nothing: delete the snapshots first, and let them be merged ('godwit vm snapshot list'); {}",
             becomes_one_image("a linked disk")
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_snapshots::{Common, Fresh};
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    #[test]
+    fn what_a_linked_disk_begins_as_is_not_read_through_a_link_nor_from_what_others_may_write() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let fresh = Fresh {
+            name: "root.raw.d1".to_owned(),
+            id: "7".repeat(32),
+            elsewhere: None,
+        };
+        let common = Common {
+            path: "/srv/base.raw",
+            id: &"9".repeat(32),
+        };
+        let images = Images::linked(common, 4096, &"5".repeat(32), &fresh).unwrap();
+        let said = serde_json::to_string(&images).unwrap();
+        std::fs::write(at("elsewhere"), said).unwrap();
+        let (image, description) = (at("root.raw"), at("root.raw.images"));
+        let is_linked = || linked_to(&image).is_some() && use_of_linked(&image).is_some();
+        symlink(at("elsewhere"), &description).unwrap();
+        assert!(!is_linked(), "through a link");
+        std::fs::remove_file(&description).unwrap();
+        std::fs::rename(at("elsewhere"), &description).unwrap();
+        let allow = |mode| {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(&description, mode).unwrap();
+        };
+        allow(0o600);
+        assert!(is_linked());
+        allow(0o660);
+        assert!(!is_linked(), "others may write it");
     }
 }

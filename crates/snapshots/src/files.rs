@@ -21,8 +21,9 @@ pub fn delta(own: &str, number: u64) -> String {
 
 /// The number of a delta that is called after a disk's own file of this name.
 pub fn number_of(own: &str, delta: &str) -> Option<u64> {
-    let number = delta.strip_prefix(own)?.strip_prefix(NUMBERED)?;
-    number.parse().ok()
+    let digits = delta.strip_prefix(own)?.strip_prefix(NUMBERED)?;
+    let number = digits.parse::<u64>().ok()?;
+    (number.to_string() == digits).then_some(number)
 }
 
 /// The number of a delta, whatever it is called after.

@@ -210,14 +210,23 @@ pub fn is_frozen(
     Ok(found.label.in_use == Use::Frozen)
 }
 
-/// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either.
-pub fn is_empty((file, path): (File, &Path), block_bytes: u32) -> Result<bool, Error> {
+/// Whether this is an extent of ours that holds nothing, of a disk of at most so many bytes. Of one that was not closed the tables may not tell all: it must
+/// not hold any bytes either.
+pub fn is_empty(
+    (file, path): (File, &Path),
+    bytes_max: u64,
+    block_bytes: u32,
+) -> Result<bool, Error> {
     let found = Image::of(file, path, Access::ReadWrite, block_bytes);
     let found = found.and_then(|image| Found::of(image, None));
     let found = match found {
         Err(error) if !error.is_of_storage() => return Ok(false),
         found => found?,
     };
+    // What it has is not looked at: its tables are as long as it says that the disk is.
+    if found.layout.disk_bytes() > bytes_max {
+        return Ok(false);
+    }
     let data = found.layout.data_at()..found.layout.file_bytes();
     if let Use::Open { .. } = found.label.in_use {
         let next = next_data(&found.image, data);

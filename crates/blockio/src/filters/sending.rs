@@ -238,7 +238,8 @@ mod tests {
             ]
             .into_iter()
         };
-        assert_eq!(parts_in(all(), vec![4 * GRAIN..6 * GRAIN]), []);
+        let between = vec![4 * GRAIN..5 * GRAIN, 5 * GRAIN..6 * GRAIN];
+        assert_eq!(parts_in(all(), between), []);
         let lost = vec![7 * GRAIN..9 * GRAIN + 1, GRAIN + 1..GRAIN + 2];
         let parts = [
             Move::Copy(GRAIN..2 * GRAIN),

@@ -16,6 +16,7 @@ use super::images::arriving_path;
 use super::layers::Place;
 use super::parts::Parts;
 use super::served::Served;
+use super::snapshots::{MAPS_MAX, map_bytes};
 use super::{BLOCK, LOCK_WAIT, REST_WAIT, lock_name, told};
 use crate::adoption::lock;
 use crate::faults::reached;
@@ -103,13 +104,9 @@ impl Served {
         images.check()?;
         let disk = self.disk(usize::from(place))?;
         let own = self.own_coming(spec, &disk)?;
-        if own.bytes() != images.bytes {
-            return Err(format!(
-                "its source says that it has {} bytes, and said {} before",
-                images.bytes,
-                own.bytes()
-            ));
-        }
+        must_be_as_long(own.bytes(), &images)?;
+        self.must_be_announced(spec, &images)?;
+        must_have_memory(&images, coming.values().map(|one| &one.images))?;
         let all = self.all();
         let here = all.place(spec);
         here.must_take_snapshots()?;
@@ -150,6 +147,23 @@ impl Served {
             },
         );
         Ok(())
+    }
+
+    /// The image to which a disk is linked is the one that was looked at before the migration began, and no other path that its source names.
+    fn must_be_announced(&self, spec: &DiskSpec, images: &Images) -> Result<(), String> {
+        let Some(common) = images.common() else {
+            return Ok(());
+        };
+        let announced = lock(&self.announced);
+        let named = announced.iter().find(|named| named.name == spec.name);
+        let linked = named.and_then(|named| named.linked.as_ref());
+        match linked.is_some_and(|it| (&*it.path, &*it.id) == (common.path, common.id)) {
+            true => Ok(()),
+            false => Err(format!(
+                "its source says that it is linked to {}, of which its migration was not told: begin it again",
+                common.path
+            )),
+        }
     }
 
     /// Makes the files, under names that no other file has, and gives them theirs once it is written down which they are.
@@ -294,6 +308,34 @@ impl Served {
             .iter()
             .flat_map(|arrival| arrival.parts.values());
         parts.try_for_each(Parts::must_be_there)
+    }
+}
+
+fn must_be_as_long(bytes: u64, images: &Images) -> Result<(), String> {
+    match images.bytes == bytes {
+        true => Ok(()),
+        false => Err(format!(
+            "its source says that it has {} bytes, and said {bytes} before",
+            images.bytes
+        )),
+    }
+}
+
+/// Refuses what takes more memory here than a VM's disks may have at its source, while its own memory is still to come.
+fn must_have_memory<'a>(
+    images: &Images,
+    others: impl Iterator<Item = &'a Images>,
+) -> Result<(), String> {
+    let own = map_bytes(images);
+    let all = others.map(map_bytes).fold(own, u64::saturating_add);
+    // Each was frozen once more for its migration.
+    match own <= MAPS_MAX && all <= 2 * MAPS_MAX {
+        true => Ok(()),
+        false => Err(format!(
+            "which of its images has which part of it would take {} MiB of memory, {} with those of the VM's other disks: delete some snapshots first",
+            own >> 20,
+            all >> 20
+        )),
     }
 }
 

@@ -10,7 +10,7 @@ use godwit_guestmem::RamFile;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Common, Fresh};
 use godwit_types::Generation;
-use godwit_types::migration::DiskToMove;
+use godwit_types::migration::{DiskToMove, LinkedTo};
 use godwit_types::snapshots::PARENT_MARK;
 use godwit_types::vm::VmSpec;
 use rustix::fs::{XattrFlags, fsetxattr};
@@ -22,6 +22,15 @@ const BYTES: u64 = 4 << 20;
 
 /// A disk that comes here, with snapshots or without.
 fn begun(site: &Site, directory: &Path, layered: bool) -> Disks {
+    begun_linked(site, directory, (layered, None))
+}
+
+/// The same of one that is announced to be linked to this.
+fn begun_linked(
+    site: &Site,
+    directory: &Path,
+    (layered, linked): (bool, Option<LinkedTo>),
+) -> Disks {
     let path = directory.join("root.raw");
     let spec = VmSpec {
         hardware: Some(2),
@@ -38,7 +47,7 @@ fn begun(site: &Site, directory: &Path, layered: bool) -> Disks {
         bytes: BYTES,
         used_bytes: 0,
         layered,
-        linked: None,
+        linked,
     };
     let coming = MigrationSpec {
         disks: vec![disk],
@@ -187,6 +196,62 @@ fn what_was_not_announced_or_is_said_otherwise_later_is_refused() {
     disks.end();
 }
 
+#[test]
+fn a_source_names_no_image_of_which_the_migration_was_not_told() {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let base = directory.path().join("base.raw");
+    let image = File::create(&base).unwrap();
+    image.set_len(BYTES).unwrap();
+    let number = "9".repeat(32);
+    fsetxattr(&image, PARENT_MARK, number.as_bytes(), XattrFlags::empty()).unwrap();
+    let disks = begun(&site, directory.path(), true);
+    let refused = disks.take_layers(0, Some(&said_linked(&base))).unwrap_err();
+    assert!(refused.contains("was not told"), "{refused}");
+    disks.end();
+}
+
+#[test]
+fn a_source_that_says_that_its_disks_are_huge_takes_no_memory_here() {
+    let images = |tib: u64| {
+        let said = said(tib << 40);
+        serde_json::from_str::<Images>(&said).unwrap()
+    };
+    // Two images lie over the first.
+    let (fits, half) = (images(8), images(4));
+    assert!(must_have_memory(&fits, [&fits].into_iter()).is_ok());
+    assert!(must_have_memory(&half, [&fits, &half].into_iter()).is_ok());
+    assert!(must_have_memory(&images(9), std::iter::empty()).is_err());
+    let why = must_have_memory(&half, [&fits, &fits].into_iter()).unwrap_err();
+    assert!(why.contains("512 MiB of memory, 2560 with"), "{why}");
+}
+
+#[test]
+fn what_others_put_beside_a_disk_is_read_within_bounds() {
+    let (site, directory) = (Site::new(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let disks = begun(&site, directory.path(), false);
+    let at = |name: &str| directory.path().join(name);
+    let what = disks.0.what();
+    let all = disks.0.all();
+    let place = all.place(&what.disks[0]);
+    std::fs::write(at("root.raw.d1099511627770-sesparse.vmdk"), "").unwrap();
+    std::fs::write(at("root.raw.d+7-sesparse.vmdk"), "").unwrap();
+    assert_eq!(place.first_number(), Ok(1));
+    // A name of a MiB is none.
+    let long = said(BYTES).replace("root.raw.d2", &"d".repeat(1 << 20));
+    std::fs::write(at("root.raw.kept-l.images"), long).unwrap();
+    assert!(place.kept_names().is_err());
+    std::fs::remove_file(at("root.raw.kept-l.images")).unwrap();
+    for number in 0..=1024 {
+        let name = format!("root.raw.kept-{number}.images");
+        std::fs::write(at(&name), said(BYTES)).unwrap();
+    }
+    let why = place.kept_names().unwrap_err();
+    assert!(why.contains("more than 1024"), "{why}");
+    std::fs::remove_file(at("root.raw.kept-7.images")).unwrap();
+    assert_eq!(place.kept_names().unwrap().len(), 3);
+    disks.end();
+}
+
 /// What a disk consists of that is linked to this image.
 fn said_linked(base: &Path) -> String {
     let fresh = |number: u32| Fresh {
@@ -207,8 +272,14 @@ fn said_linked(base: &Path) -> String {
 fn a_linked_disk_comes_over_the_very_image_that_it_was_linked_to_and_over_no_other() {
     let site = Site::new();
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-    let disks = begun(&site, directory.path(), true);
     let base = directory.path().join("base.raw");
+    let linked = LinkedTo {
+        path: base.to_str().unwrap().to_owned(),
+        id: "9".repeat(32),
+        used_bytes: 0,
+        has_snapshots: false,
+    };
+    let disks = begun_linked(&site, directory.path(), (true, Some(linked)));
     let said = said_linked(&base);
     let refused = |told: &str| {
         let why = disks.take_layers(0, Some(&said)).unwrap_err();

@@ -5,6 +5,7 @@
 use super::came::{Source, put_aside, unmake};
 use super::images::arriving_path;
 use super::served::{Made, Served};
+use crate::adoption::lock;
 use crate::hypervisor::{common_user, reserved};
 use godwit_qemu::disk::{identity_of_open, must_be_free};
 use godwit_qemu::user::{self, User};
@@ -18,6 +19,7 @@ use std::path::Path;
 impl Served {
     /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
     pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<Made, ApiError> {
+        lock(&self.announced).clone_from(&migration.disks);
         // What is written next would forget what has no end yet.
         put_aside(&self.paths, Source::Gone, None).must_be_over()?;
         self.save()?;

@@ -1,10 +1,10 @@
-//! Redo logs of disks that move on their host by snapshotting, the laboratory's first method: put over disks, kept in mind, and removed.
+//! Redo logs of disks that move by snapshotting, the laboratory's first method: put over disks, kept in mind, and removed.
 //!
 //! A log is a delta ([`super::layers`]) of which no moment is kept. The first one of all disks that move together is put over them at one moment.
-//! Logs lie beside the new image, under names that nothing else has; the disk's description says where, so that whoever comes after this process serves
+//! Logs lie beside the new image, under names that nothing else has, or, of a disk that goes to another host, beside its own image; the disk's description says where, so that whoever comes after this process serves
 //! the disk as it is, and has its logs come down into its image again ([`super::tidying`]). While a disk moves nothing of it is tidied.
 //!
-//! Part of a move ([`super::in_place`]); what one disk goes through is in [`super::by_logs`]. Owns which disks move so. Refuses: disks on block devices,
+//! Part of a move; what one disk goes through on its host is in [`super::by_logs`], what goes to another host in [`super::sending_logs`]. Owns which disks move so. Refuses: disks on block devices,
 //! beside which there is no place for logs, and to have a part of a disk that several hosts have on storage of this one alone.
 
 use super::layers::Place;
@@ -394,14 +394,14 @@ impl Place<'_> {
     fn keeps_log(&self, log: &RedoLog, described: &Images) -> bool {
         if !log.name.is_empty() {
             let lies_at = described.elsewhere.get(&log.name);
-            return lies_at == Some(&log.directory) || !self.remove_log(log);
+            return lies_at == Some(&log.directory) || !self.remove_log(log, described.bytes);
         }
         self.remove_unnamed(described);
         false
     }
 
-    /// Removes a log that no description names: one that holds nothing, or a part of one. Returns whether nothing of it is left.
-    fn remove_log(&self, log: &RedoLog) -> bool {
+    /// Removes a log that no description names, of a disk of so many bytes: one that holds nothing, or a part of one. Returns whether nothing of it is left.
+    fn remove_log(&self, log: &RedoLog, bytes: u64) -> bool {
         let Ok(own) = self.file_name() else {
             return false;
         };
@@ -409,7 +409,7 @@ impl Place<'_> {
         if !Path::new(&log.directory).is_dir() {
             return false;
         }
-        let mut images = Images::of_one(own, 0, "");
+        let mut images = Images::of_one(own, bytes, "");
         let (name, directory) = (log.name.clone(), log.directory.clone());
         images.elsewhere.insert(name, directory);
         if !self.is_unused(&images, &log.name) {

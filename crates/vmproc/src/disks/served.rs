@@ -31,7 +31,7 @@ use godwit_qemu::user::{self, User};
 use godwit_types::datastore::is_device_path;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::image::KnownImage;
-use godwit_types::migration::MigrationSpec;
+use godwit_types::migration::{DiskToMove, MigrationSpec};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::block::Geometry;
@@ -141,6 +141,8 @@ pub(super) struct Served {
     pub(super) tidies: Tidies,
     /// Whether a thread begins to mirror them for a migration.
     pub(super) sets_out: Arc<AtomicBool>,
+    /// What the migration with which the VM comes says of its disks.
+    pub(super) announced: Mutex<Vec<DiskToMove>>,
     /// Those with snapshots that come with the VM, by their places.
     pub(super) coming: Mutex<BTreeMap<u8, Coming>>,
     /// Disks that are being moved by redo logs, by name: nothing of them is tidied.
@@ -189,6 +191,7 @@ impl Served {
             linked: Mutex::default(),
             tidies: Tidies::default(),
             sets_out: Arc::default(),
+            announced: Mutex::default(),
             coming: Mutex::default(),
             by_logs: Mutex::default(),
             handed: Mutex::default(),

@@ -25,7 +25,7 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Most that the maps of all deltas of a VM may take in memory, bytes.
-const MAPS_MAX: u64 = 1 << 30;
+pub(super) const MAPS_MAX: u64 = 1 << 30;
 /// So many bytes of a disk take one byte of a delta's map.
 const BYTES_OF_MAP_BYTE: u64 = 16 << 10;
 
@@ -388,7 +388,7 @@ impl All<'_> {
 }
 
 /// Most that the maps of its deltas take, one for each that lies over the other.
-fn map_bytes(images: &Images) -> u64 {
+pub(super) fn map_bytes(images: &Images) -> u64 {
     let deltas = images.chain(&images.top).len().saturating_sub(1) as u64;
     (images.bytes / BYTES_OF_MAP_BYTE).saturating_mul(deltas)
 }

@@ -18,6 +18,10 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
+/// More descriptions of what is kept beside a disk are not read: each may be some MiB long.
+const KEPT_MAX: u32 = 1024;
+/// Numbers beyond this are nobody's: what counts on from them would come to an end.
+const NUMBER_MAX: u64 = 1 << 32;
 /// So many names are tried for a new image.
 const NUMBERS_MAX: usize = 64;
 
@@ -77,7 +81,8 @@ impl Place<'_> {
         }
         let file = self.open_file_of(images, name, false)?;
         let Some(id) = id else {
-            return is_empty((file, &path), BLOCK).map_err(|error| error.to_string());
+            let empty = is_empty((file, &path), images.bytes, BLOCK);
+            return empty.map_err(|error| error.to_string());
         };
         match Delta::unlocked((file, &path), id, BLOCK) {
             Ok(_) => Ok(true),
@@ -117,6 +122,13 @@ impl Place<'_> {
                 self.remove(images, &name, None);
             }
         }
+        // It was made before the first of them, and says nothing of a disk that is one raw image.
+        if images.is_one_raw()
+            && let Err(why) = self.forget_own_descriptor()
+        {
+            let disk = &self.spec.name;
+            tracing::info!(disk, why, "a descriptor that is not needed stays");
+        }
     }
 
     /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
@@ -145,18 +157,26 @@ impl Place<'_> {
     }
 
     /// Deltas of what came of this disk with a migration and is kept beside it: their files have the names that they had.
-    fn kept_names(&self) -> Result<BTreeSet<String>, String> {
+    pub(super) fn kept_names(&self) -> Result<BTreeSet<String>, String> {
         let kept = format!("{}.kept-", self.file_name()?);
         let above = self.path().parent().unwrap_or(Path::new("/"));
         let is_description =
             |name: &str| name.starts_with(&kept) && name.ends_with(DESCRIPTION_END);
         self.as_opener(|| {
-            let mut names = BTreeSet::new();
+            let (mut names, mut known) = (BTreeSet::new(), 0);
             for entry in above.read_dir()? {
                 let entry = entry?;
-                if entry.file_name().to_str().is_some_and(is_description)
-                    && let Some(images) = read_description(&entry.path())?
-                {
+                if !entry.file_name().to_str().is_some_and(is_description) {
+                    continue;
+                }
+                known += 1;
+                if known > KEPT_MAX {
+                    return Err(NotDone::Why(format!(
+                        "more than {KEPT_MAX} files are called {kept}*{DESCRIPTION_END}: move those away that nobody needs"
+                    )));
+                }
+                if let Some(images) = read_description(&entry.path())? {
+                    images.check().map_err(NotDone::Why)?;
                     names.extend(images.images.into_keys());
                 }
             }
@@ -169,6 +189,7 @@ impl Place<'_> {
         let numbered = self.numbered();
         let numbered = numbered.map_err(|why| format!("beside {}: {why}", self.spec.path))?;
         let numbers = numbered.into_iter().map(|(_, number)| number);
+        let numbers = numbers.filter(|number| *number <= NUMBER_MAX);
         Ok(numbers.max().map_or(1, |last| last.saturating_add(1)))
     }
 
