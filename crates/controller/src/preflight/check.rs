@@ -221,22 +221,36 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
 }
 
 /// Disks that do not go along by redo logs, which lie beside their images and take nothing along that lies there already.
-pub(super) fn without_logs(
+pub(super) fn takes_no_logs(
     specs: &[DiskSpec],
     source: &HostName,
     disks: &[DiskToMove],
 ) -> Vec<ApiError> {
-    let refused = specs.iter().filter(|spec| spec.goes_along()).filter_map(|spec| {
-        let mut named = disks.iter().filter(|disk| disk.name == spec.name);
-        let why = match is_device_path(&spec.path) {
-            true => "is on a block device, beside which there is no place for redo logs",
-            false if named.any(|disk| disk.layered || disk.linked.is_some()) => "consists of several images, since it has snapshots, or images of deleted ones or redo logs that are not merged yet, or is linked to another image, and redo logs take none along",
-            false => return None,
-        };
-        let message = format!("disk '{}' {why}: leave out --method ('method', over REST), or see to what 'godwit vm snapshot list' tells", spec.name);
+    let along = specs.iter().filter(|spec| spec.goes_along());
+    let refused = along.filter_map(|spec| {
+        let named = disks.iter().find(|disk| disk.name == spec.name);
+        let why = cannot_take_logs(spec, named)?;
+        let message = format!("disk '{}' {why}", spec.name);
         Some(ApiError::new(ErrorCode::Preflight, message).on_host(source))
     });
     refused.collect()
+}
+
+fn cannot_take_logs(spec: &DiskSpec, named: Option<&DiskToMove>) -> Option<&'static str> {
+    if is_device_path(&spec.path) {
+        return Some(
+            "is on a block device, beside which there is no place for redo logs: leave out --method ('method', over REST), and it is mirrored",
+        );
+    }
+    let named = named?;
+    if named.linked.is_some() {
+        return Some(
+            "is linked to another image, and redo logs take that to no other host: leave out --method ('method', over REST), and it stays linked there, or becomes one image",
+        );
+    }
+    named.layered.then_some(
+        "consists of several images, since it has snapshots, or images of deleted ones or redo logs that are not merged yet ('godwit vm snapshot list' tells), and redo logs take none of them along: leave out --method ('method', over REST), or delete its snapshots first",
+    )
 }
 
 fn no_common_family(source: &HostInfo, destination: &HostInfo) -> Option<ApiError> {

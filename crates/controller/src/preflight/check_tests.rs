@@ -290,7 +290,7 @@ fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
     };
     let disks = [one("root"), one("data"), one("log"), becomes_one];
     let source = HostName::new("a").unwrap();
-    let refused = without_logs(&specs, &source, &disks);
+    let refused = takes_no_logs(&specs, &source, &disks);
     let told: Vec<&str> = refused.iter().map(|one| one.message.as_str()).collect();
     assert!(told.len() == 3, "{told:?}");
     assert!(
@@ -299,7 +299,7 @@ fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
     );
     assert!(told[1].contains("'log' is on a block device"), "{told:?}");
     assert!(
-        told[2].contains("'swap' consists of several images"),
+        told[2].contains("'swap' is linked to another image"),
         "{told:?}"
     );
 }

@@ -82,7 +82,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
     ask_source(app, (name, request), &mut facts, &source, &destination).await?;
     let (mut report, cipher) = check::check(&facts);
     if request.method == Method::Snapshot {
-        let refused = check::without_logs(&facts.vm.spec.disks, &source.host, &facts.disks);
+        let refused = check::takes_no_logs(&facts.vm.spec.disks, &source.host, &facts.disks);
         report.refusals.extend(refused);
     }
     Ok(Preflight {
