@@ -268,6 +268,7 @@ vmproc() {
     vmproc_case device-not-zeroed disk_to_device a_vm_comes_to_a_device_of_another_host_and_goes_back_and_loses_nothing
     vmproc_unit any-device-freed disks::labelled::tests::only_the_part_or_the_disk_that_is_noted_is_let_go
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
+    vmproc_case last-log-unsent disk_redo_away a_vm_moves_with_its_disk_by_redo_logs_to_another_host_and_back
     vmproc_case room-not-awaited disk_full a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room
     vmproc_case room-wait-not-on-record disk_full a_guest_that_waits_for_room_when_its_host_loses_power_is_booted_and_one_that_a_person_paused_is_not
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was

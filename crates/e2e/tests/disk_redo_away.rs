@@ -85,6 +85,7 @@ fn a_process_that_dies_while_redo_logs_are_sent_leaves_the_vm_and_its_whole_disk
         "redo.put-over",
         "source.log-put-over",
         "source.base-sent",
+        "source.disks-closed",
         "source.last-log",
         "source.last-pages",
     ] {
@@ -98,6 +99,46 @@ fn a_process_that_dies_while_redo_logs_are_sent_leaves_the_vm_and_its_whole_disk
         println!("  {}", told());
     }
     Ok(())
+}
+
+/// What was sent of its last log counts for nothing: the guest has gone on, and is under another log.
+#[test]
+fn a_guest_whose_link_is_lost_while_its_last_log_is_sent_goes_on_and_moves_with_another_log()
+-> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let options = Options {
+        relayed: true,
+        ..by_logs()
+    };
+    does_at(a, "source.last-log", "hold")?;
+    let id = site.pair.begin(a, b, &options)?;
+    a.wait_fault(LONG)?;
+    site.pair.link(Mode::Cut);
+    a.release()?;
+    site.goes_on(a, 50)?;
+    site.pair.link(Mode::Open);
+    site.ends(&id, Outcome::Completed)?;
+    site.goes_on(b, 20)?;
+    site.is_whole(b)?;
+    site.has_nothing(a)
+}
+
+#[test]
+fn a_last_log_that_takes_too_long_ends_the_migration_and_leaves_one_image_at_the_source()
+-> Result<()> {
+    let site = Site::apart()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    does_at(a, "source.last-log", "late")?;
+    let id = site.pair.begin(a, b, &by_logs())?;
+    let report = site.ends(&id, Outcome::Failed)?;
+    let why = report.reason.as_deref().unwrap_or_default();
+    ensure!(why.contains("were not copied within"), "{report:?}");
+    ensure!(a.fault_happened(), "it was never stopped");
+    has_stayed(&site)?;
+    site.pair.migrate(a, b, &by_logs())?;
+    site.is_whole(b)?;
+    site.has_nothing(a)
 }
 
 /// While its image is sent, and between the image and what follows.
