@@ -74,7 +74,7 @@ impl PauseHistory {
 }
 
 /// A completed migration's pause without the time of its last pages, and of the last blocks of its disks: only those have some that are copied by
-/// dirty block tracking, and what they take tells nothing of the next migration.
+/// dirty block tracking or by redo logs, and what they take tells nothing of the next migration.
 fn fixed_ms(report: &MigrationReport) -> Option<f64> {
     let parts = &report.switchover_parts_ms;
     let figures = [

@@ -7,7 +7,7 @@ use crate::ids::DatastoreName;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// For so long a guest may stand still for the last blocks of disks that are copied by dirty block tracking, s, beside all else that a pause is
+/// For so long a guest may stand still for the last blocks of disks that go to another host by dirty block tracking, or for their last redo logs, s, beside all else that a pause is
 /// made of.
 pub const LAST_BLOCKS_MAX_S: u64 = 3;
 
@@ -26,7 +26,7 @@ pub enum Method {
     Snapshot,
 }
 
-/// Where the first redo log of a disk lies that is moved by snapshots; later ones lie at the destination. For the laboratory.
+/// Where the first redo log of a disk lies that moves on its host by snapshots; later ones lie at the destination. For the laboratory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum FirstLog {

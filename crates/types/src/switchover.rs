@@ -16,7 +16,7 @@ pub struct SwitchoverParts {
     /// Stopping the vCPUs at the source.
     #[serde(serialize_with = "rounded")]
     pub stop_ms: f64,
-    /// Last blocks of disks that are copied by dirty block tracking; 0 with the mirror, and in reports of older versions, which have them
+    /// Last blocks of disks that are copied by dirty block tracking, or their last redo logs; 0 with the mirror, and in reports of older versions, which have them
     /// among the last pages.
     #[serde(
         default,

@@ -138,7 +138,7 @@ pub enum VmCommand {
     ///
     /// A guest that runs sees the new size at once; partitions and file systems on it are the guest's own. A disk is never made smaller.
     #[command(
-        after_help = "Of a block device: make the device larger first, then name its size in whole GiB.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
+        after_help = "Not for disks with snapshots, nor for linked ones. Of a block device that is no datastore: make the device larger first, then name its size in whole GiB. A disk on one that is a datastore: move it to a datastore that is a directory first.\n\nExample:\n  godwit vm resize-disk web root --size-gib 40"
     )]
     ResizeDisk(VmResizeDisk),
     /// Limit what a guest may have of a disk in a second
@@ -316,7 +316,7 @@ pub enum DiskMethod {
     Mirror,
     /// For the laboratory: what the guest writes is marked and copied again, and its requests wait for the last of it, for about 5 s at most; where it writes too much for that the disk stays where it is
     DirtyTracking,
-    /// For the laboratory: what the guest writes goes to redo logs, which are consolidated into the copy one after the other, and its requests wait for the last one, for about 5 s at most; for disks without snapshots
+    /// For the laboratory: what the guest writes goes to redo logs, which are consolidated into the copy one after the other, and its requests wait for the last one, for about 5 s at most (to another host the whole guest stands still for it, for up to 3 s); for disks without snapshots
     Snapshot,
 }
 
@@ -441,7 +441,7 @@ pub struct VmMigrate {
         value_name = "METHOD",
         value_enum,
         default_value_t,
-        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking and snapshot the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough. With snapshot all redo logs lie beside the images that the disks have, which may have no snapshots, and be linked to no other image"
+        long_help = "How disks that go along are copied while the guest works with them; the default is right for every disk. With dirty-tracking or snapshot the whole guest stands still for their last blocks, for up to 3 s on top of --max-downtime, and the migration fails where that is not enough. The method snapshot refuses disks with snapshots and linked disks, and needs room for its redo logs beside the images at the source"
     )]
     pub method: DiskMethod,
     /// For the laboratory: also marks what is still to be read
