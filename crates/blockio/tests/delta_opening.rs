@@ -7,9 +7,9 @@ use common::deltas::open_parent;
 use common::{request, run};
 use godwit_blockio::delta::{NewDelta, create, is_empty, is_frozen};
 use godwit_blockio::{Access, Data, Engine, Error, Image, Outcome, Stack, Work};
-use godwit_delta::{Id, Parent, header};
+use godwit_delta::{Id, Layout, Parent, header};
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::Path;
 use std::time::Duration;
 
@@ -57,7 +57,7 @@ fn what_was_answered_is_there_after_a_kill_and_what_no_map_tells_of_is_not_guess
 }
 
 #[test]
-fn a_delta_of_a_larger_disk_than_its_own_is_not_looked_into_and_counts_as_one_with_content() {
+fn a_delta_of_a_larger_disk_is_empty_where_its_file_is_and_its_tables_are_not_read() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let descriptor = directory.path().join("root.raw.d1.vmdk");
     let parent = Parent {
@@ -76,8 +76,13 @@ fn a_delta_of_a_larger_disk_than_its_own_is_not_looked_into_and_counts_as_one_wi
         let file = fs::File::options().read(true).write(true).open(&extent);
         is_empty((file.unwrap(), &extent), bytes_max, 512).unwrap()
     };
+    assert!(is_empty(BYTES) && is_empty(2 * BYTES) && is_empty(0));
+    // A table whose entries say nothing.
+    let tables = Layout::of(BYTES).unwrap().tables();
+    let file = fs::File::options().write(true).open(&extent).unwrap();
+    file.write_all_at(&[0; 512], tables.start).unwrap();
     assert!(is_empty(BYTES) && is_empty(2 * BYTES));
-    assert!(!is_empty(BYTES / 2));
+    assert!(!is_empty(BYTES / 2) && !is_empty(0));
 }
 
 #[test]

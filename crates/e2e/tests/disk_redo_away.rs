@@ -111,7 +111,7 @@ fn a_guest_whose_link_is_lost_while_its_last_log_is_sent_goes_on_and_moves_with_
         relayed: true,
         ..by_logs()
     };
-    does_at(a, "source.last-log", "hold")?;
+    does_at(a, "source.disks-closed", "hold")?;
     let id = site.pair.begin(a, b, &options)?;
     a.wait_fault(LONG)?;
     site.pair.link(Mode::Cut);

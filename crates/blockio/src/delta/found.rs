@@ -210,8 +210,8 @@ pub fn is_frozen(
     Ok(found.label.in_use == Use::Frozen)
 }
 
-/// Whether this is an extent of ours that holds nothing, of a disk of at most so many bytes. Of one that was not closed the tables may not tell all: it must
-/// not hold any bytes either.
+/// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either. One of a disk
+/// of more bytes than these counts as one that holds something where its file has anything behind its head: its tables are as long as it says, and are not read.
 pub fn is_empty(
     (file, path): (File, &Path),
     bytes_max: u64,
@@ -223,16 +223,17 @@ pub fn is_empty(
         Err(error) if !error.is_of_storage() => return Ok(false),
         found => found?,
     };
-    // What it has is not looked at: its tables are as long as it says that the disk is.
-    if found.layout.disk_bytes() > bytes_max {
-        return Ok(false);
+    let holds = |from: u64| {
+        let next = next_data(&found.image, from..found.layout.file_bytes());
+        let next = next.map_err(|source| found.failed(source))?;
+        Ok::<_, Error>(next.is_some())
+    };
+    if !holds(found.layout.tables().start)? {
+        return Ok(true);
     }
-    let data = found.layout.data_at()..found.layout.file_bytes();
-    if let Use::Open { .. } = found.label.in_use {
-        let next = next_data(&found.image, data);
-        if next.map_err(|source| found.failed(source))?.is_some() {
-            return Ok(false);
-        }
+    let is_open = matches!(found.label.in_use, Use::Open { .. });
+    if found.layout.disk_bytes() > bytes_max || is_open && holds(found.layout.data_at())? {
+        return Ok(false);
     }
     let states = found.own_states()?;
     Ok(states.run(&(0..states.grains())) == (Grain::Absent, states.grains()))

@@ -120,7 +120,7 @@ impl<'a> Sending<'a> {
     }
 
     /// Has the other side make durable what it has, if it can be asked to, so that less is left for when a guest waits for that.
-    pub fn flush(&mut self, number: u64, goes_on: impl Fn() -> bool) {
+    pub fn flush(&mut self, number: u64, mut goes_on: impl FnMut() -> bool) {
         if !self.outlet.may_be_left_alone() || !self.outlet.flush(number) {
             return;
         }

@@ -64,7 +64,7 @@ pub enum HostCommand {
     Top(HostTopArgs),
     /// Move every VM off a host, with the guests running; the host then takes no VMs until 'host undrain'
     #[command(
-        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the reason says, then drain again. A VM that is off is not moved: the host gives it up, and it starts elsewhere only if it has no writable disk of its own and no UEFI; all others keep their images here and start only here. The host takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
+        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the reason says, then drain again. A VM that is off is not moved: the host gives it up, and it starts elsewhere only if it has no writable disk of its own and no UEFI; all others keep their images, or their UEFI variables, here and start only here. The host takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
     )]
     Drain(HostDrain),
     /// Say that a host is powered off, so that its VMs may start elsewhere, until it answers again

@@ -102,7 +102,7 @@ pub enum Order {
 pub enum Method {
     Mirror,
     DirtyTracking,
-    /// Refused of disks that have snapshots, and of those that move to another host.
+    /// Refused of disks that have snapshots.
     Snapshot,
 }
 

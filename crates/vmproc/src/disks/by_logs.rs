@@ -500,7 +500,7 @@ pub(super) fn must_have_room(
             "the file system of {whose} {mib} MiB left, which are for disks that are in use: {way_out}"
         ),
         needed => format!(
-            "the file system of {whose} {mib} MiB left, which are for disks that are in use, and {needed} MiB of them for what is in the logs: {way_out}"
+            "the file system of {whose} {mib} MiB left for disks that are in use, and up to {needed} MiB are needed for what is in its logs: {way_out}"
         ),
     };
     Err(why.into())

@@ -236,6 +236,8 @@ fn what_others_put_beside_a_disk_is_read_within_bounds() {
     std::fs::write(at("root.raw.d1099511627770-sesparse.vmdk"), "").unwrap();
     std::fs::write(at("root.raw.d+7-sesparse.vmdk"), "").unwrap();
     assert_eq!(place.first_number(), Ok(1));
+    let images = Images::of_one("root.raw", BYTES, &"6".repeat(32));
+    place.must_be_the_latest(&images).unwrap();
     // A name of a MiB is none.
     let long = said(BYTES).replace("root.raw.d2", &"d".repeat(1 << 20));
     std::fs::write(at("root.raw.kept-l.images"), long).unwrap();

@@ -170,11 +170,17 @@ impl One {
 
     /// What the destination has is durable there before its guest stands still, where it can be asked.
     fn flush(&mut self, context: &Context, number: u64) -> Result<(), Stopped> {
+        let mut looked = Ok(());
         let file = File::from(self.own.try_clone()?);
         let path = Path::new(&self.place.spec.path);
         let mut sending = Sending::of_image((file, path), &mut *self.outlet, &self.course);
-        sending.flush(number, || !context.is_over());
-        Ok(())
+        sending.flush(number, || {
+            looked = context
+                .must_go_on()
+                .and_then(|()| context.room.must_be_left());
+            looked.is_ok()
+        });
+        looked
     }
 
     /// What its guest wrote last is where it is looked for, and durable. The guest stands still, and so does the disk for a moment. Returns whether it is: not where
@@ -377,17 +383,18 @@ impl Sender {
         Ok(bytes)
     }
 
-    /// Has what follows decided. What was sent counts once it is durable, and the guest has written to its log until then.
+    /// Has what follows decided. That something is made durable early costs the last log nothing; the guest has written to its log until then.
     fn ended(&mut self, began: &Began, bytes: u64) -> Result<(), Stopped> {
+        let seconds = began.at.elapsed().as_secs_f64();
         for one in &mut self.disks {
             self.flushes += 1;
             one.flush(&self.context, self.flushes)?;
         }
         let (now, top) = (self.begin(), self.top_bytes()?);
-        let seconds = now.at.duration_since(began.at).as_secs_f64();
         self.redo.ended(Work { bytes, seconds }, top);
         self.context.begins(top);
         if let Some(part) = self.redo.slows_to() {
+            let seconds = now.at.duration_since(began.at).as_secs_f64();
             for (one, (did, before)) in self.disks.iter().zip(now.did.iter().zip(&began.did)) {
                 let did = did.saturating_sub(*before) as f64;
                 let requests_per_s = (did / seconds.max(0.001) * part) as u64;

@@ -134,19 +134,24 @@ impl Place<'_> {
     /// Nothing is written to a delta before a description names it: one that has content and is later than all that are described was named by
     /// a later description.
     pub fn must_be_the_latest(&self, images: &Images) -> Result<(), String> {
-        // Where that cannot be told such an image may keep the disk from being used, as any other.
-        let kept = self.kept_names().unwrap_or_default();
+        let kept = self.kept_names();
         let later = self.unnamed(images)?.into_iter();
-        let mut later =
-            later.filter(|(name, number)| *number >= images.next && !kept.contains(name));
+        let mut later = later.filter(|(name, number)| {
+            let is_kept = kept.as_ref().is_ok_and(|kept| kept.contains(name));
+            *number >= images.next && !is_kept
+        });
         let is_older = later.find_map(|(name, _)| match self.is_to_go(images, &name, None) {
             Ok(true) => None,
             Ok(false) => Some(Ok(name)),
             Err(why) => Some(Err(why)),
         });
-        match is_older.transpose()? {
-            None => Ok(()),
-            Some(name) => {
+        match (is_older.transpose()?, kept) {
+            (None, _) => Ok(()),
+            (Some(name), Err(why)) => Err(format!(
+                "whether {} belongs to the disk, or to what is kept beside it, cannot be told: {why}",
+                files::extent(&name)
+            )),
+            (Some(name), Ok(_)) => {
                 let (descriptor, extent) = (files::descriptor(&name), files::extent(&name));
                 Err(format!(
                     "{} is older than {descriptor} beside it, which it does not name: what was written since would be lost; put back what belongs together, or, if that may be lost, move {descriptor} and {extent} away",
@@ -189,7 +194,6 @@ impl Place<'_> {
         let numbered = self.numbered();
         let numbered = numbered.map_err(|why| format!("beside {}: {why}", self.spec.path))?;
         let numbers = numbered.into_iter().map(|(_, number)| number);
-        let numbers = numbers.filter(|number| *number <= NUMBER_MAX);
         Ok(numbers.max().map_or(1, |last| last.saturating_add(1)))
     }
 
@@ -207,7 +211,8 @@ impl Place<'_> {
         let own = self.file_name()?;
         let number = |name: &str| {
             let name = files::of_extent(name)?;
-            Some((name.to_owned(), files::number_of(own, name)?))
+            let number = files::number_of(own, name)?;
+            (number <= NUMBER_MAX).then(|| (name.to_owned(), number))
         };
         let above = self.path().parent().unwrap_or(Path::new("/"));
         self.as_opener(|| {

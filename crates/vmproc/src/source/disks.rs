@@ -186,8 +186,8 @@ impl SourceDriver {
     }
 
     fn copy_last_blocks(&mut self, set: &mut ConnectionSet, limit_s: f64) -> Result<(), Halt> {
-        let (began, limit) = (Instant::now(), Duration::from_secs_f64(limit_s));
         reached("source.disks-closed");
+        let (began, limit) = (Instant::now(), Duration::from_secs_f64(limit_s));
         loop {
             let Some(disks) = &self.parts.disks else {
                 return Ok(());
