@@ -203,7 +203,9 @@ impl Served {
         let served = Arc::clone(self);
         let work = move || {
             let why = served.tidy_all();
-            if !why.is_empty() {
+            // Of disks that left with their VM nothing is to be merged.
+            let is_over = served.has_ended.load(Ordering::SeqCst);
+            if !why.is_empty() && !is_over {
                 tracing::warn!(why, "images of deleted snapshots are not merged yet");
             }
             if served.tidies.end(why) {
