@@ -14,6 +14,7 @@ use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
 use crate::hypervisor::internal;
+use godwit_blockio::next_data;
 pub(crate) use godwit_ownership::CameSource as Source;
 use godwit_ownership::{CameEnd, CameFound, CameImage};
 use godwit_store::load_json;
@@ -26,6 +27,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
+/// A file takes no more than this for its attributes alone, bytes.
+const ATTRIBUTES_MAX: u64 = 64 << 10;
 /// So many names are tried for an image that is kept.
 const NAMES: u32 = 100;
 
@@ -382,9 +385,15 @@ impl Came<'_> {
             Some(entry) => self.device.is_some_and(|device| !entry.is_on(device)),
             None => true,
         };
+        let holds_nothing = || {
+            entry
+                .iter()
+                .zip(size)
+                .any(|(entry, size)| is_hollow(entry, size))
+        };
         Ok(match size {
             // What its snapshots hold is in other files.
-            Some((_, 0)) if self.parts().is_none() => (CameFound::Empty, 0),
+            Some(_) if self.parts().is_none() && holds_nothing() => (CameFound::Empty, 0),
             Some((_, taken)) => (CameFound::Something, taken),
             None if is_away => (CameFound::Away, 0),
             None => (CameFound::Nothing, 0),
@@ -513,6 +522,15 @@ fn make_durable(path: &Path) -> io::Result<Option<(u64, u64)>> {
 fn written_at(path: &Path) -> Option<jiff::Timestamp> {
     let written = path.symlink_metadata().ok()?.modified().ok()?;
     jiff::Timestamp::try_from(written).ok()
+}
+
+/// Whether nothing was ever written to a file of so many bytes that takes so many, as far as that can be told.
+fn is_hollow(entry: &Entry<'_>, (bytes, taken): (u64, u64)) -> bool {
+    if taken > ATTRIBUTES_MAX {
+        return false;
+    }
+    let data = || entry.open().and_then(|file| next_data(&file, 0..bytes));
+    taken == 0 || matches!(data(), Ok(None))
 }
 
 fn mib(bytes: u64) -> u64 {

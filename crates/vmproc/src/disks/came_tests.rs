@@ -9,6 +9,8 @@ use godwit_store::save_json;
 use godwit_types::HostName;
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, VmRequest};
 use godwit_types::migration::Side;
+use rustix::fs::{XattrFlags, fsetxattr};
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -397,6 +399,23 @@ fn an_image_into_which_nothing_came_goes_unless_it_is_all_of_a_disk() {
         drop(file);
         put_aside(&left.paths, source, None);
         assert_eq!(left.files().is_empty(), whole.is_none());
+    }
+}
+
+/// They take a block where they are longer than its inode has room for.
+#[test]
+fn an_image_that_has_attributes_alone_goes_and_one_into_which_anything_came_stays() {
+    for wrote in [false, true] {
+        let left = came(None);
+        let file = std::fs::File::create(left.directory.path().join(CAME)).unwrap();
+        file.set_len(1 << 20).unwrap();
+        fsetxattr(&file, "user.note", &[7; 3000], XattrFlags::empty()).unwrap();
+        if wrote {
+            file.write_all_at(&[7; 512], 512 << 10).unwrap();
+        }
+        drop(file);
+        put_aside(&left.paths, Source::Unknown, None);
+        assert_eq!(left.files().is_empty(), !wrote);
     }
 }
 
