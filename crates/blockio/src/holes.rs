@@ -10,6 +10,8 @@ use std::os::fd::AsFd;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
+use crate::filters::REGION;
+
 /// The next part of a range of a file that is no hole; it is not empty.
 pub fn next_data(file: impl AsFd, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
     if range.is_empty() {
@@ -28,6 +30,20 @@ pub fn next_data(file: impl AsFd, range: Range<u64>) -> io::Result<Option<Range<
     // What was data may have become a hole in between.
     let end = seek(&file, SeekFrom::Hole(start))?.max(start.saturating_add(1));
     Ok(Some(start..end.min(range.end)))
+}
+
+/// What of a file of so many bytes is no hole, in whole regions, in order: a region in which there is any data is all data.
+pub fn data_in_regions(file: impl AsFd, bytes: u64) -> io::Result<Vec<Range<u64>>> {
+    let (mut found, mut at) = (Vec::<Range<u64>>::new(), 0);
+    while let Some(data) = next_data(&file, at..bytes)? {
+        let whole = data.start / REGION * REGION..data.end.next_multiple_of(REGION).min(bytes);
+        at = whole.end;
+        match found.last_mut() {
+            Some(last) if last.end >= whole.start => last.end = last.end.max(whole.end),
+            _ => found.push(whole),
+        }
+    }
+    Ok(found)
 }
 
 #[cfg(test)]

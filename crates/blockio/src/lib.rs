@@ -53,7 +53,7 @@ pub use error::Error;
 pub use filter::{Filter, Flow};
 pub use flatten::{Chain, flatten};
 pub use frozen::{Copied, Frozen};
-pub use holes::next_data;
+pub use holes::{data_in_regions, next_data};
 pub use image::{Access, Alignment, Identity, Image, Known};
 pub use image_lock::{release as unlock_file, take as lock_file};
 

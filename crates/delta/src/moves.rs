@@ -18,6 +18,24 @@ pub enum Move {
     Zero(Range<u64>),
 }
 
+impl Move {
+    /// Bytes of the disk, from its beginning.
+    pub fn range(&self) -> &Range<u64> {
+        match self {
+            Self::Copy(range) | Self::Zero(range) => range,
+        }
+    }
+
+    /// The same of another place.
+    #[must_use]
+    pub fn at(&self, range: Range<u64>) -> Self {
+        match self {
+            Self::Copy(_) => Self::Copy(range),
+            Self::Zero(_) => Self::Zero(range),
+        }
+    }
+}
+
 /// All that a delta has, from the disk's beginning to its end.
 pub fn moves<'a, M: AsRef<[AtomicU64]>>(
     layout: &Layout,

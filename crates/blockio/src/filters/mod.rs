@@ -33,7 +33,7 @@ pub use outlet::{Change, Origin, Outlet, PATIENCE};
 pub(crate) use overlaying::Overlaying;
 pub(crate) use pace::LOOK_EVERY;
 pub use pace::{Beside, Bottleneck, Pace, WaitTimes};
-pub use sending::Sending;
+pub use sending::{Sending, flush_early};
 pub use statistics::{Count, Counts, Statistics};
 pub use still::Still;
 pub use throttle::{Limits, SharedLimits, Throttle};

@@ -7,22 +7,18 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_delta::{GRAIN, Move};
 
 use super::REGION;
-use super::copying::give_copy;
-use super::course::{Course, lock};
+use super::course::Course;
 use super::outlet::{Change, Origin, Outlet};
+use super::still::{LOOK_EVERY, copy_piece, may_copy};
+use crate::Error;
 use crate::delta::Delta;
-use crate::{Buffer, Error};
 
-/// How often it is looked whether there is room again.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// Nobody waits longer for what is made durable early.
 const FLUSH_WAIT: Duration = Duration::from_secs(60);
 
@@ -113,23 +109,9 @@ impl<'a> Sending<'a> {
                 std::thread::sleep(LOOK_EVERY);
                 continue;
             }
-            let (piece, rest) = cut(one);
+            let (piece, rest) = cut(&one);
             rest.into_iter().for_each(|rest| next.push_front(rest));
             given += self.give(piece)?;
-        }
-    }
-
-    /// Has the other side make durable what it has, if it can be asked to, so that less is left for when a guest waits for that.
-    pub fn flush(&mut self, number: u64, mut goes_on: impl FnMut() -> bool) {
-        if !self.outlet.may_be_left_alone() || !self.outlet.flush(number) {
-            return;
-        }
-        let until = Instant::now() + FLUSH_WAIT;
-        while !self.outlet.take_ended().contains(&number) {
-            if self.outlet.is_silent() || !goes_on() || Instant::now() >= until {
-                return;
-            }
-            std::thread::sleep(LOOK_EVERY);
         }
     }
 
@@ -138,13 +120,7 @@ impl<'a> Sending<'a> {
         let limit = self.course.0.pace.region_limit(Instant::now());
         let is_held = self.is_capped && limit == Some(0);
         let takes = !self.outlet.is_silent() && self.outlet.takes(Origin::Copy);
-        let mut waited = lock(&self.course.0.wait_times);
-        match (is_held, takes) {
-            (true, _) => waited.cap += LOOK_EVERY,
-            (false, false) => waited.writes += LOOK_EVERY,
-            (false, true) => {}
-        }
-        !is_held && takes
+        may_copy(self.course, is_held, takes)
     }
 
     /// Returns the bytes that were given.
@@ -157,46 +133,38 @@ impl<'a> Sending<'a> {
                 return Ok(bytes);
             }
         };
-        let (began, bytes) = (Instant::now(), range.end - range.start);
-        let mut buffer = Buffer::zeroed(bytes as usize);
-        let at = self.data_at + range.start;
-        if let Err(source) = self.file.read_exact_at(buffer.bytes_mut(), at) {
-            self.course
-                .fail_to_read(format!("its bytes {range:?} cannot be read: {source}"));
-            return Err(Error::Image {
-                action: "read",
-                path: self.path.clone(),
-                source,
-            });
-        }
-        let now = Instant::now();
-        lock(&self.course.0.wait_times).reads += now.saturating_duration_since(began);
+        let (at, start) = (self.data_at + range.start, range.start);
+        let bytes = range.end - start;
         let to = (self.course, &mut *self.outlet);
-        give_copy(to, range.start, &Arc::new(buffer), now);
+        copy_piece((&self.file, &self.path), (at, range), to, start)?;
         Ok(bytes)
     }
 }
 
+/// Has the other side make durable what it has, if it can be asked to, so that less is left for when a guest waits for that.
+pub fn flush_early(
+    outlet: &mut (dyn Outlet + 'static),
+    number: u64,
+    mut goes_on: impl FnMut() -> bool,
+) {
+    if !outlet.may_be_left_alone() || !outlet.flush(number) {
+        return;
+    }
+    let until = Instant::now() + FLUSH_WAIT;
+    while !outlet.take_ended().contains(&number) {
+        if outlet.is_silent() || !goes_on() || Instant::now() >= until {
+            return;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
 /// A piece of at most one region, and what is left.
-fn cut(one: Move) -> (Move, Option<Move>) {
-    let (range, is_zero) = of(one);
+fn cut(one: &Move) -> (Move, Option<Move>) {
+    let range = one.range();
     let end = range.end.min(range.start.saturating_add(REGION));
-    let rest = (end < range.end).then(|| part(end..range.end, is_zero));
-    (part(range.start..end, is_zero), rest)
-}
-
-fn of(one: Move) -> (Range<u64>, bool) {
-    match one {
-        Move::Copy(range) => (range, false),
-        Move::Zero(range) => (range, true),
-    }
-}
-
-fn part(range: Range<u64>, is_zero: bool) -> Move {
-    match is_zero {
-        true => Move::Zero(range),
-        false => Move::Copy(range),
-    }
+    let rest = (end < range.end).then(|| one.at(end..range.end));
+    (one.at(range.start..end), rest)
 }
 
 /// What of these lies in those ranges, in whole grains.
@@ -212,12 +180,12 @@ fn parts_in(all: impl Iterator<Item = Move>, mut ranges: Vec<Range<u64>>) -> Vec
     }
     let mut parts = Vec::new();
     for one in all {
-        let (range, is_zero) = of(one);
+        let range = one.range();
         let first = wanted.partition_point(|wanted| wanted.end <= range.start);
         let touched = wanted.iter().skip(first);
         for wanted in touched.take_while(|wanted| wanted.start < range.end) {
             let inside = wanted.start.max(range.start)..wanted.end.min(range.end);
-            parts.push(part(inside, is_zero));
+            parts.push(one.at(inside));
         }
     }
     parts
@@ -227,6 +195,7 @@ fn parts_in(all: impl Iterator<Item = Move>, mut ranges: Vec<Range<u64>>) -> Vec
 mod tests {
     use super::*;
     use crate::{Access, Image, SecondImage};
+    use std::os::unix::fs::FileExt as _;
 
     #[test]
     fn what_was_lost_is_sent_again_and_nothing_else() {
@@ -251,10 +220,10 @@ mod tests {
 
     #[test]
     fn a_large_piece_is_cut() {
-        let (piece, rest) = cut(Move::Zero(1..REGION + 3));
+        let (piece, rest) = cut(&Move::Zero(1..REGION + 3));
         assert_eq!(piece, Move::Zero(1..REGION + 1));
         assert_eq!(rest, Some(Move::Zero(REGION + 1..REGION + 3)));
-        assert_eq!(cut(Move::Copy(0..7)), (Move::Copy(0..7), None));
+        assert_eq!(cut(&Move::Copy(0..7)), (Move::Copy(0..7), None));
     }
 
     #[test]

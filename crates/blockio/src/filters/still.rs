@@ -5,10 +5,10 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,10 +17,10 @@ use super::REGION;
 use super::copying::give_copy;
 use super::course::{Course, lock};
 use super::outlet::Outlet;
-use crate::{Buffer, Error, Image, next_data};
+use crate::{Buffer, Error, Image, data_in_regions};
 
 /// How often it is looked whether there is room again.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A file that is copied.
 pub struct Still<'a> {
@@ -48,7 +48,7 @@ impl<'a> Still<'a> {
             path: image.path().to_owned(),
             source,
         };
-        let data = data_of(image);
+        let data = data_in_regions(image, image.bytes());
         let data = data.map_err(|error| failed("look for holes in", error))?;
         let file = image.as_fd().try_clone_to_owned();
         let mut still = Self {
@@ -136,13 +136,7 @@ impl<'a> Still<'a> {
     fn has_room(&mut self) -> bool {
         let is_capped = self.course.0.pace.region_limit(Instant::now()) == Some(0);
         let takes = !self.outlet.is_silent() && self.outlet.region_limit() > 0;
-        let mut waited = lock(&self.course.0.wait_times);
-        match (is_capped, takes) {
-            (true, _) => waited.cap += LOOK_EVERY,
-            (false, false) => waited.writes += LOOK_EVERY,
-            (false, true) => {}
-        }
-        !is_capped && takes
+        may_copy(self.course, is_capped, takes)
     }
 
     fn copy_next(&mut self) -> Result<(), Error> {
@@ -159,40 +153,48 @@ impl<'a> Still<'a> {
         if self.outlet.try_clone(&piece) {
             return Ok(());
         }
-        let began = Instant::now();
-        let mut buffer = Buffer::zeroed((piece.end - piece.start) as usize);
-        let read = self.file.read_exact_at(buffer.bytes_mut(), piece.start);
-        if let Err(source) = read {
-            self.course
-                .fail_to_read(format!("its bytes {piece:?} cannot be read: {source}"));
-            return Err(Error::Image {
-                action: "read",
-                path: self.image.path().to_owned(),
-                source,
-            });
-        }
-        let now = Instant::now();
-        lock(&self.course.0.wait_times).reads += now.saturating_duration_since(began);
-        let to = (self.course, &mut *self.outlet);
-        give_copy(to, self.begins + piece.start, &Arc::new(buffer), now);
-        Ok(())
+        let (at, to) = (piece.start, (self.course, &mut *self.outlet));
+        copy_piece(
+            (&self.file, self.image.path()),
+            (at, piece),
+            to,
+            self.begins + at,
+        )
     }
 }
 
-/// What of it is no hole, in whole regions; all where the file system does not tell.
-fn data_of(image: &Image) -> io::Result<VecDeque<Range<u64>>> {
-    let bytes = image.bytes();
-    let mut found: VecDeque<Range<u64>> = VecDeque::new();
-    let mut at = 0;
-    while let Some(data) = next_data(image, at..bytes)? {
-        let whole = data.start / REGION * REGION..data.end.next_multiple_of(REGION).min(bytes);
-        at = whole.end;
-        match found.back_mut() {
-            Some(last) if last.end >= whole.start => last.end = last.end.max(whole.end),
-            _ => found.push_back(whole),
-        }
+/// Whether one more piece may be copied; counts for what it is waited until it is looked again.
+pub(super) fn may_copy(course: &Course, is_capped: bool, takes: bool) -> bool {
+    let mut waited = lock(&course.0.wait_times);
+    match (is_capped, takes) {
+        (true, _) => waited.cap += LOOK_EVERY,
+        (false, false) => waited.writes += LOOK_EVERY,
+        (false, true) => {}
     }
-    Ok(found)
+    !is_capped && takes
+}
+
+/// Reads this piece, which begins there in the file, and gives it to the other side to have it at `start`. What cannot be read, the course hears of.
+pub(super) fn copy_piece(
+    (file, path): (&File, &Path),
+    (at, piece): (u64, Range<u64>),
+    (course, outlet): (&Course, &mut (dyn Outlet + 'static)),
+    start: u64,
+) -> Result<(), Error> {
+    let began = Instant::now();
+    let mut buffer = Buffer::zeroed((piece.end - piece.start) as usize);
+    if let Err(source) = file.read_exact_at(buffer.bytes_mut(), at) {
+        course.fail_to_read(format!("its bytes {piece:?} cannot be read: {source}"));
+        return Err(Error::Image {
+            action: "read",
+            path: path.to_owned(),
+            source,
+        });
+    }
+    let now = Instant::now();
+    lock(&course.0.wait_times).reads += now.saturating_duration_since(began);
+    give_copy((course, outlet), start, &Arc::new(buffer), now);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -72,10 +72,25 @@ struct ByLogs<'a> {
 }
 
 /// What a step began with.
-struct Began {
+pub(super) struct Began {
     at: Instant,
     /// Requests of the guest that had ended.
     did: u64,
+}
+
+impl Began {
+    pub(super) fn of(served: &Served, index: usize) -> Self {
+        let (at, gauge) = (Instant::now(), served.gauges.get(index));
+        let did = gauge.map_or(0, |gauge| gauge.done());
+        Self { at, did }
+    }
+
+    /// This part of what the guest has done in a second since, to which it is slowed.
+    pub(super) fn slowed(&self, now: &Self, part: f64) -> u64 {
+        let did = now.did.saturating_sub(self.did) as f64;
+        let seconds = now.at.saturating_duration_since(self.at).as_secs_f64();
+        (did / seconds.max(0.001) * part) as u64
+    }
 }
 
 impl Served {
@@ -207,9 +222,7 @@ impl ByLogs<'_> {
     }
 
     fn begin(&self) -> Began {
-        let (at, gauge) = (Instant::now(), self.served.gauges.get(self.index));
-        let did = gauge.map_or(0, |gauge| gauge.done());
-        Began { at, did }
+        Began::of(self.served, self.index)
     }
 
     /// Brings a log that is frozen into the copy.
@@ -248,9 +261,7 @@ impl ByLogs<'_> {
 
     /// Its guest writes as fast as its logs are consolidated, and is slowed to this part of what it has done since.
     fn slow(&mut self, began: &Began, part: f64) {
-        let did = self.begin().did.saturating_sub(began.did) as f64;
-        let seconds = began.at.elapsed().as_secs_f64().max(0.001);
-        let requests_per_s = (did / seconds * part) as u64;
+        let requests_per_s = began.slowed(&self.begin(), part);
         if let Some(gauge) = self.served.gauges.get(self.index) {
             gauge.slow(Some(requests_per_s));
         }

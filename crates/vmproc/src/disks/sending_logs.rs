@@ -4,7 +4,7 @@
 //! served anew, or consists of other logs than those of this migration, and to fill a file system to its end.
 
 use super::STAND_WAIT;
-use super::by_logs::log_of;
+use super::by_logs::{Began, log_of};
 use super::last_log::in_time;
 use super::layers::OwnedPlace;
 use super::logs_away::{LastLog, Shared, must_be_one_image};
@@ -14,7 +14,7 @@ use super::switching::Stopped;
 use super::to_copy::{but, holes};
 use crate::adoption::lock;
 use crate::faults::{is_late, planted, reached};
-use godwit_blockio::filters::{Course, Outlet, Sending};
+use godwit_blockio::filters::{Course, Outlet, Sending, flush_early};
 use godwit_delta::{Move, moves};
 use godwit_redo::{Bounds, Redo, Step, Work};
 use godwit_snapshots::Images;
@@ -171,10 +171,7 @@ impl One {
     /// What the destination has is durable there before its guest stands still, where it can be asked.
     fn flush(&mut self, context: &Context, number: u64) -> Result<(), Stopped> {
         let mut looked = Ok(());
-        let file = File::from(self.own.try_clone()?);
-        let path = Path::new(&self.place.spec.path);
-        let mut sending = Sending::of_image((file, path), &mut *self.outlet, &self.course);
-        sending.flush(number, || {
+        flush_early(&mut *self.outlet, number, || {
             looked = context
                 .must_go_on()
                 .and_then(|()| context.room.must_be_left());
@@ -221,13 +218,6 @@ pub(super) struct Sender {
     /// The number that a flush had last.
     flushes: u64,
     context: Context,
-}
-
-/// What a step began with.
-struct Began {
-    at: Instant,
-    /// Requests of the guest that had ended, for each disk.
-    did: Vec<u64>,
 }
 
 impl Sender {
@@ -327,15 +317,12 @@ impl Sender {
         Ok(())
     }
 
-    fn begin(&self) -> Began {
-        let did = self.disks.iter().map(|one| {
-            let gauge = self.context.served.gauges.get(one.index);
-            gauge.map_or(0, |gauge| gauge.done())
-        });
-        Began {
-            at: Instant::now(),
-            did: did.collect(),
-        }
+    /// What a step begins with: when, and what the guest has done with each disk.
+    fn begin(&self) -> (Instant, Vec<Began>) {
+        let served = &self.context.served;
+        let disks = self.disks.iter();
+        let did = disks.map(|one| Began::of(served, one.index)).collect();
+        (Instant::now(), did)
     }
 
     fn send_images(&mut self) -> Result<(), Stopped> {
@@ -349,7 +336,7 @@ impl Sender {
             one.send_image(&self.context, data)?;
         }
         reached("source.base-sent");
-        self.ended(&began, total)
+        self.ended(began, total)
     }
 
     /// Sends a log that is frozen, of all disks.
@@ -371,7 +358,7 @@ impl Sender {
             }
         }
         reached("source.log-sent");
-        self.ended(&began, total)
+        self.ended(began, total)
     }
 
     /// Bytes of the logs to which the guest writes.
@@ -384,21 +371,18 @@ impl Sender {
     }
 
     /// Has what follows decided. That something is made durable early costs the last log nothing; the guest has written to its log until then.
-    fn ended(&mut self, began: &Began, bytes: u64) -> Result<(), Stopped> {
-        let seconds = began.at.elapsed().as_secs_f64();
+    fn ended(&mut self, (at, began): (Instant, Vec<Began>), bytes: u64) -> Result<(), Stopped> {
+        let seconds = at.elapsed().as_secs_f64();
         for one in &mut self.disks {
             self.flushes += 1;
             one.flush(&self.context, self.flushes)?;
         }
-        let (now, top) = (self.begin(), self.top_bytes()?);
+        let ((_, now), top) = (self.begin(), self.top_bytes()?);
         self.redo.ended(Work { bytes, seconds }, top);
         self.context.begins(top);
         if let Some(part) = self.redo.slows_to() {
-            let seconds = now.at.duration_since(began.at).as_secs_f64();
-            for (one, (did, before)) in self.disks.iter().zip(now.did.iter().zip(&began.did)) {
-                let did = did.saturating_sub(*before) as f64;
-                let requests_per_s = (did / seconds.max(0.001) * part) as u64;
-                self.slow_one(one.index, Some(requests_per_s));
+            for (one, (began, now)) in self.disks.iter().zip(began.iter().zip(&now)) {
+                self.slow_one(one.index, Some(began.slowed(now, part)));
             }
             tracing::info!(
                 part,

@@ -3,8 +3,8 @@
 //! Owns nothing: where a copying is stands in its [`Course`]. Refuses: to look at another file than the one that a disk has. What cannot be looked at is
 //! copied wholly.
 
-use godwit_blockio::filters::{Course, REGION};
-use godwit_blockio::next_data;
+use godwit_blockio::data_in_regions;
+use godwit_blockio::filters::Course;
 use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_types::datastore::is_device_path;
 use godwit_types::vm::DiskSpec;
@@ -59,35 +59,20 @@ fn known(spec: &DiskSpec, found: Result<Vec<Range<u64>>, String>) -> Vec<Range<u
 
 /// Where a file holds nothing, in whole regions: what is less is copied all the same.
 fn found_holes(file: &File, bytes: u64) -> io::Result<Vec<Range<u64>>> {
-    let (mut holes, mut at) = (Vec::new(), 0);
-    while at < bytes {
-        let data = next_data(file, at..bytes)?;
-        // A region in which there is any data is no hole, so the next look is at the one after the last of them.
-        let (end, next) = data.map_or((bytes, bytes), |data| {
-            (
-                data.start - data.start % REGION,
-                data.end.next_multiple_of(REGION),
-            )
-        });
-        if end > at {
-            holes.push(at..end);
-        }
-        at = next;
-    }
-    Ok(holes)
+    Ok(but(&data_in_regions(file, bytes)?, bytes))
 }
 
-/// What of so many bytes is not among these, which are in order.
-pub(super) fn but(holes: &[Range<u64>], bytes: u64) -> Vec<Range<u64>> {
-    let (mut data, mut at) = (Vec::new(), 0);
+/// What of so many bytes is not among these, which are in order: of holes the data, and of data the holes.
+pub(super) fn but(these: &[Range<u64>], bytes: u64) -> Vec<Range<u64>> {
+    let (mut others, mut at) = (Vec::new(), 0);
     let end = bytes..bytes;
-    for hole in holes.iter().chain([&end]) {
-        if hole.start > at {
-            data.push(at..hole.start);
+    for one in these.iter().chain([&end]) {
+        if one.start > at {
+            others.push(at..one.start);
         }
-        at = hole.end;
+        at = one.end;
     }
-    data
+    others
 }
 
 /// Lets the copying of a disk begin: what is a hole is not copied; all is where that cannot be looked at. Returns the bytes
@@ -115,6 +100,7 @@ pub(super) fn begin_copying_but(holes: Vec<Range<u64>>, bytes: u64, course: &Cou
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_blockio::filters::REGION;
     use std::os::unix::fs::FileExt as _;
 
     #[test]
