@@ -57,6 +57,12 @@ impl DiskToMove {
         }
     }
 
+    /// Whether its migration was told that it is linked to the image of this path and number.
+    pub fn is_linked_to(&self, path: &str, id: &str) -> bool {
+        let linked = self.linked.as_ref();
+        linked.is_some_and(|linked| (&*linked.path, &*linked.id) == (path, id))
+    }
+
     /// What it was linked to, if it becomes one image.
     pub fn becomes_one(&self) -> Option<&LinkedTo> {
         self.linked.as_ref().filter(|_| !self.layered)

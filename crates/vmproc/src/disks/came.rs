@@ -385,18 +385,14 @@ impl Came<'_> {
             Some(entry) => self.device.is_some_and(|device| !entry.is_on(device)),
             None => true,
         };
-        let holds_nothing = || {
-            entry
-                .iter()
-                .zip(size)
-                .any(|(entry, size)| is_hollow(entry, size))
-        };
-        Ok(match size {
+        Ok(match (&entry, size) {
             // What its snapshots hold is in other files.
-            Some(_) if self.parts().is_none() && holds_nothing() => (CameFound::Empty, 0),
-            Some((_, taken)) => (CameFound::Something, taken),
-            None if is_away => (CameFound::Away, 0),
-            None => (CameFound::Nothing, 0),
+            (Some(entry), Some(size)) if self.parts().is_none() && is_hollow(entry, size) => {
+                (CameFound::Empty, 0)
+            }
+            (_, Some((_, taken))) => (CameFound::Something, taken),
+            (_, None) if is_away => (CameFound::Away, 0),
+            (_, None) => (CameFound::Nothing, 0),
         })
     }
 

@@ -156,8 +156,7 @@ impl Served {
         };
         let announced = lock(&self.announced);
         let named = announced.iter().find(|named| named.name == spec.name);
-        let linked = named.and_then(|named| named.linked.as_ref());
-        match linked.is_some_and(|it| (&*it.path, &*it.id) == (common.path, common.id)) {
+        match named.is_some_and(|named| named.is_linked_to(common.path, common.id)) {
             true => Ok(()),
             false => Err(format!(
                 "its source says that it is linked to {}, of which its migration was not told: begin it again",

@@ -131,9 +131,7 @@ fn way_of(found: Option<&Images>, named: &DiskToMove) -> Result<Way, String> {
             (_, true) => Ok(Way::Layers),
         };
     };
-    let told = named.linked.as_ref();
-    let told = told.map(|linked| (&*linked.path, &*linked.id));
-    if told != Some((common.path, common.id)) {
+    if !named.is_linked_to(common.path, common.id) {
         return Err(not_told_of(common.path));
     }
     match (named.layered, found.is_some_and(Images::may_become_one)) {
