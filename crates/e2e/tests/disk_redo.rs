@@ -4,7 +4,7 @@ mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_site::redo::{begin, is_at, is_well};
-use disk_site::{LONG, Site, another, dies_at, does_at, has_died, move_ended};
+use disk_site::{HELD_MAX_MS, LONG, Site, another, dies_at, does_at, has_died, move_ended};
 use godwit_types::SnapshotName;
 use godwit_types::disk_move::{DiskMoveState, FirstLog, Method};
 use godwit_types::host_api::VmRequest;
@@ -12,8 +12,6 @@ use godwit_types::snapshots::{Quiesce, SnapshotRequest, TakeSnapshot};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A guest's requests wait for no longer.
-const HELD_MAX_MS: f64 = 5000.0;
 /// Where a process dies while a disk moves, and whether it has moved then.
 const POINTS: [(&str, bool); 10] = [
     ("redo.made", false),

@@ -231,7 +231,7 @@ fn a_link_that_is_lost_while_snapshots_are_sent_is_made_again_and_nothing_is_mis
     let site = Site::apart()?;
     let (before, listed) = (branched(&site)?, tree(&site.pair.a)?);
     let (a, b) = (&site.pair.a, &site.pair.b);
-    site.migrates_over_a_lost_link()?;
+    site.migrates_over_a_lost_link(Method::Mirror)?;
     ensure!(tree(b)? == listed);
     site.has_nothing(a)?;
     site.pair.migrate(b, a, &Options::default())?;

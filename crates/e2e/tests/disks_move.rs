@@ -5,6 +5,7 @@ mod disk_site;
 use anyhow::{Context as _, Result, bail, ensure};
 use disk_site::{HOLE, ImageAway, LONG, LOOK_EVERY, Site, own};
 use godwit_e2e::pair::Options;
+use godwit_types::disk_move::Method;
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::{LimitedBy, Outcome};
 use std::os::unix::fs::MetadataExt as _;
@@ -116,7 +117,7 @@ fn what_came_of_a_disk_stays_until_its_source_has_the_image() -> Result<()> {
 #[test]
 fn a_link_that_is_lost_while_a_disk_is_copied_is_made_again_and_nothing_is_missing() -> Result<()> {
     let site = Site::apart()?;
-    site.migrates_over_a_lost_link()?;
+    site.migrates_over_a_lost_link(Method::Mirror)?;
     let (a, b) = (&site.pair.a, &site.pair.b);
     site.is_whole(b)?;
     site.has_nothing(a)

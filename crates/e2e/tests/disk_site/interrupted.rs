@@ -5,16 +5,18 @@ use anyhow::{Result, ensure};
 use godwit_e2e::Host;
 use godwit_e2e::pair::Options;
 use godwit_e2e::relay::Mode;
+use godwit_types::disk_move::Method;
 use godwit_types::migration::Outcome;
 use godwit_types::vm::VmState;
 use std::time::Instant;
 
 impl Site {
     /// The link is lost for a while half way, during which the guest works on.
-    pub fn migrates_over_a_lost_link(&self) -> Result<()> {
+    pub fn migrates_over_a_lost_link(&self, method: Method) -> Result<()> {
         let (a, b) = (&self.pair.a, &self.pair.b);
         let options = Options {
             relayed: true,
+            method,
             ..self.slowly()
         };
         let id = self.pair.begin(a, b, &options)?;

@@ -31,6 +31,8 @@ use std::time::{Duration, Instant};
 
 pub const LONG: Duration = Duration::from_secs(120);
 pub const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// A guest's requests wait for no longer, nor does all of it stand still.
+pub const HELD_MAX_MS: f64 = 5000.0;
 pub const BYTES: u64 = 64 << 20;
 /// From here to the end of the disk is a hole but for its last block.
 pub const HOLE: u64 = 48 << 20;
@@ -237,6 +239,28 @@ impl Site {
             report.outcome,
             report.reason
         );
+        Ok(report)
+    }
+
+    /// The VM goes to another host by a method that holds its guest, for no longer than it may, and its whole disk is one image there.
+    pub fn goes_as_one_image(
+        &self,
+        (from, to): (&Host, &Host),
+        method: Method,
+    ) -> Result<MigrationReport> {
+        let options = Options {
+            method,
+            ..Options::default()
+        };
+        let report = self.pair.migrate(from, to, &options)?;
+        println!("  {:.2} s, {:.1} ms", report.total_s, report.switchover_ms);
+        ensure!(report.switchover_ms < HELD_MAX_MS, "{report:?}");
+        ensure!(report.method == method, "{report:?}");
+        self.goes_on(to, 20)?;
+        self.is_whole(to)?;
+        self.has_nothing(from)?;
+        let images = self.images(to)?;
+        ensure!(images == ["root.raw"], "{images:?}");
         Ok(report)
     }
 
