@@ -57,6 +57,8 @@ fn is_empty_beside(path: &Path) -> Result<()> {
 fn is_of_use(site: &Site, before: &[(String, Vec<u8>)]) -> Result<()> {
     let image = own(&site.pair.a, &site.path);
     let whole = |round| has_round_at(&image, &top_at(&image)?, round);
+    // A move that was broken off left the top frozen once more: who merges it may still be at that when the guest ends.
+    is_tidy(site)?;
     whole(stop(site)?)?;
     let now = contents(&image)?;
     for ((name, before), (other, now)) in before.iter().zip(&now) {
