@@ -10,6 +10,7 @@ use godwit_testkit::testvol;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 const AT: &str = "/var/lib/volume";
@@ -116,9 +117,13 @@ fn an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended() ->
     volume.change(|disk| disk.hangs = true);
     volume.wait_held(1, LONG)?;
     served.kill()?;
-    let refused = image.lock("disk", Duration::ZERO).err();
-    drop(image);
+    // Whoever had it could not look at it before its storage answers, so that the test would not end.
+    let (told, heard) = channel();
+    let locks = std::thread::spawn(move || told.send(image.lock("disk", Duration::ZERO).err()));
+    let refused = heard.recv_timeout(LONG);
     volume.change(|disk| disk.hangs = false);
+    ensure!(locks.join().is_ok());
+    let refused = refused.ok().flatten();
     let refused = refused.context("it was free while a write was under way")?;
     let why = refused.to_string();
     ensure!(why.contains("has it open"), "{why}");
