@@ -148,7 +148,8 @@ impl<'a> Entry<'a> {
         }
     }
 
-    fn sync_names(&self) -> io::Result<()> {
+    /// Makes the names in its directory durable.
+    pub(super) fn sync_names(&self) -> io::Result<()> {
         // What is held is for names alone.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(fsync(openat(&self.dir, ".", flags, Mode::empty())?)?)

@@ -14,6 +14,7 @@ use super::record;
 use super::served::ServedDisks;
 use super::there::note_went_on;
 use super::told;
+use crate::faults::planted;
 use crate::files::Paths;
 use godwit_store::{load_json, remove_document};
 use godwit_types::datastore::is_device_path;
@@ -105,7 +106,14 @@ pub(super) fn keep_names(disks: &[DiskSpec], coming: Option<&MigrationId>) -> io
         .map(|disk| (Path::new(&disk.path).parent(), path(disk)))
         .collect();
     let mut paths = one_of_each.values().map(Path::new);
-    paths.try_for_each(|path| Entry::at(path)?.sync())
+    paths.try_for_each(|path| {
+        let entry = Entry::at(path)?;
+        match planted("ready-before-flush") {
+            // The file that becomes durable with its name would hide that nothing else did.
+            true => entry.sync_names(),
+            false => entry.sync(),
+        }
+    })
 }
 
 /// Another host holds the VM, which went there with this migration, and has said so: the images that went along are no disks
