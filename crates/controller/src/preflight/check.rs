@@ -9,6 +9,7 @@ use crate::error::{Outcome, refuse};
 use crate::placement::place;
 use godwit_migrate::admission::reasons_to_stay;
 use godwit_types::datastore::is_device_path;
+use godwit_types::disk_move::Method;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
@@ -42,6 +43,8 @@ pub struct Facts {
     pub destination: HostInfo,
     /// Encryption that the request asks for.
     pub wish: Option<EncryptionMode>,
+    /// How disks are to go along.
+    pub method: Method,
     /// What the source says of its leaving.
     pub leaving: Option<Result<Said, ApiError>>,
     /// What the destination says of its coming.
@@ -92,6 +95,9 @@ pub fn check(facts: &Facts) -> (PreflightReport, Cipher) {
         report.passed.extend(linked::lines(facts));
         report.refusals.extend(linked::refusals(facts));
         report.stay_linked.clone_from(&facts.stay_linked);
+    }
+    if facts.method == Method::Snapshot {
+        report.refusals.extend(take_no_logs(facts));
     }
     match &facts.arrived {
         None => {}
@@ -221,19 +227,15 @@ fn without_snapshots(facts: &Facts) -> Option<ApiError> {
 }
 
 /// Disks that do not go along by redo logs, which lie beside their images and take nothing along that lies there already.
-pub(super) fn takes_no_logs(
-    specs: &[DiskSpec],
-    source: &HostName,
-    disks: &[DiskToMove],
-) -> Vec<ApiError> {
-    let along = specs.iter().filter(|spec| spec.goes_along());
-    let refused = along.filter_map(|spec| {
-        let named = disks.iter().find(|disk| disk.name == spec.name);
+fn take_no_logs(facts: &Facts) -> impl Iterator<Item = ApiError> {
+    let disks = facts.vm.spec.disks.iter();
+    let along = disks.filter(|spec| spec.goes_along());
+    along.filter_map(|spec| {
+        let named = facts.disks.iter().find(|disk| disk.name == spec.name);
         let why = cannot_take_logs(spec, named)?;
         let message = format!("disk '{}' {why}", spec.name);
-        Some(ApiError::new(ErrorCode::Preflight, message).on_host(source))
-    });
-    refused.collect()
+        Some(ApiError::new(ErrorCode::Preflight, message).on_host(&facts.source.name))
+    })
 }
 
 fn cannot_take_logs(spec: &DiskSpec, named: Option<&DiskToMove>) -> Option<&'static str> {

@@ -69,6 +69,7 @@ fn facts() -> Facts {
         source: host("a"),
         destination: host("b"),
         wish: None,
+        method: Method::Mirror,
         disks: Vec::new(),
         stay_linked: Vec::new(),
         leaving: said(&[]),
@@ -269,13 +270,15 @@ fn it_is_said_whether_a_linked_disk_stays_so_and_one_that_may_not_become_one_ima
 
 #[test]
 fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
-    let specs = [
+    let mut facts = facts();
+    facts.vm.spec.disks = [
         ("root", "/srv/root.raw"),
         ("data", "/srv/data.raw"),
         ("log", "/dev/vg0/log"),
         ("swap", "/srv/swap.raw"),
     ]
-    .map(|(name, path)| DiskSpec::new(name, path));
+    .map(|(name, path)| DiskSpec::new(name, path))
+    .to_vec();
     let one = |name: &str| DiskToMove {
         layered: name == "data",
         name: name.to_owned(),
@@ -288,10 +291,15 @@ fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
         name: "swap".to_owned(),
         ..linked(false).as_one_image()
     };
-    let disks = [one("root"), one("data"), one("log"), becomes_one];
-    let source = HostName::new("a").unwrap();
-    let refused = takes_no_logs(&specs, &source, &disks);
-    let told: Vec<&str> = refused.iter().map(|one| one.message.as_str()).collect();
+    facts.disks = vec![one("root"), one("data"), one("log"), becomes_one];
+    let told = |facts: &Facts| -> Vec<String> {
+        let refused = check(facts).0.refusals.into_iter();
+        let of_logs = refused.filter(|one| one.message.contains("redo logs"));
+        of_logs.map(|one| one.message).collect()
+    };
+    assert!(told(&facts).is_empty(), "only one method has logs");
+    facts.method = Method::Snapshot;
+    let told = told(&facts);
     assert!(told.len() == 3, "{told:?}");
     assert!(
         told[0].contains("'data' consists of several images"),

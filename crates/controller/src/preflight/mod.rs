@@ -18,7 +18,6 @@ use crate::reconcile::refresh;
 use crate::secret;
 use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
-use godwit_types::disk_move::Method;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest, UefiSizes};
 use godwit_types::migration::{Cipher, DiskToMove, MigrateRequest, PreflightReport};
@@ -73,6 +72,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         source: source.info.clone(),
         destination: destination.info.clone(),
         wish: request.encryption,
+        method: request.method,
         leaving: None,
         coming: None,
         arrived: None,
@@ -80,11 +80,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         stay_linked: Vec::new(),
     };
     ask_source(app, (name, request), &mut facts, &source, &destination).await?;
-    let (mut report, cipher) = check::check(&facts);
-    if request.method == Method::Snapshot {
-        let refused = check::takes_no_logs(&facts.vm.spec.disks, &source.host, &facts.disks);
-        report.refusals.extend(refused);
-    }
+    let (report, cipher) = check::check(&facts);
     Ok(Preflight {
         source,
         destination,
