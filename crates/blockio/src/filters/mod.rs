@@ -21,6 +21,7 @@ mod throttle;
 mod top_only;
 mod tracked;
 mod tracking;
+mod unwritten;
 mod waits;
 
 pub(crate) use content::runs;

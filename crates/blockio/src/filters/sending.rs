@@ -15,7 +15,7 @@ use godwit_delta::{GRAIN, Move};
 use super::REGION;
 use super::course::Course;
 use super::outlet::{Change, Origin, Outlet};
-use super::still::{LOOK_EVERY, copy_piece, may_copy};
+use super::unwritten::{LOOK_EVERY, Unwritten, copy_all, copy_piece};
 use crate::Error;
 use crate::delta::Delta;
 
@@ -83,44 +83,14 @@ impl<'a> Sending<'a> {
         under_way: impl Fn() -> u64,
         mut goes_on: impl FnMut(u64) -> bool,
     ) -> Result<bool, Error> {
-        let (mut first, mut next, mut given) = (all(), VecDeque::new(), 0);
-        loop {
-            if !goes_on(given) {
-                return Ok(false);
-            }
-            if let Some(reason) = self.course.failure() {
-                let path = self.path.clone();
-                return Err(Error::Unusable { path, reason });
-            }
-            let lost = self.course.take_lost();
-            if !lost.is_empty() {
-                next.extend(parts_in(all(), lost));
-            }
-            let Some(one) = next.pop_front().or_else(|| first.next()) else {
-                // In this order: what does not come is told of as lost before it counts as done.
-                if under_way() == 0 && !self.course.has_lost() {
-                    return Ok(true);
-                }
-                std::thread::sleep(LOOK_EVERY);
-                continue;
-            };
-            if !self.has_room() {
-                next.push_front(one);
-                std::thread::sleep(LOOK_EVERY);
-                continue;
-            }
-            let (piece, rest) = cut(&one);
-            rest.into_iter().for_each(|rest| next.push_front(rest));
-            given += self.give(piece)?;
-        }
-    }
-
-    /// Whether one more piece may be read; counts for what it is waited.
-    fn has_room(&mut self) -> bool {
-        let limit = self.course.0.pace.region_limit(Instant::now());
-        let is_held = self.is_capped && limit == Some(0);
-        let takes = !self.outlet.is_silent() && self.outlet.takes(Origin::Copy);
-        may_copy(self.course, is_held, takes)
+        let mut run = Run {
+            first: all(),
+            all,
+            next: VecDeque::new(),
+            given: 0,
+            sending: self,
+        };
+        copy_all(&mut run, under_way, |run| goes_on(run.given))
     }
 
     /// Returns the bytes that were given.
@@ -138,6 +108,49 @@ impl<'a> Sending<'a> {
         let to = (self.course, &mut *self.outlet);
         copy_piece((&self.file, &self.path), (at, range), to, start)?;
         Ok(bytes)
+    }
+}
+
+/// One run of it over all moves.
+struct Run<'r, 'a, A, I> {
+    sending: &'r mut Sending<'a>,
+    all: A,
+    /// Those that were not looked at yet,
+    first: I,
+    /// and those that come before.
+    next: VecDeque<Move>,
+    given: u64,
+}
+
+impl<A: Fn() -> I, I: Iterator<Item = Move>> Unwritten for Run<'_, '_, A, I> {
+    fn parts(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
+        let sending = &mut *self.sending;
+        (sending.course, &sending.path, &mut *sending.outlet)
+    }
+
+    fn is_capped(&self) -> bool {
+        self.sending.is_capped
+    }
+
+    fn copy_again(&mut self, lost: Vec<Range<u64>>) {
+        self.next.extend(parts_in((self.all)(), lost));
+    }
+
+    fn is_given(&mut self) -> bool {
+        if self.next.is_empty() {
+            self.next.extend(self.first.next());
+        }
+        self.next.is_empty()
+    }
+
+    fn give_next(&mut self) -> Result<(), Error> {
+        let Some(one) = self.next.pop_front() else {
+            return Ok(());
+        };
+        let (piece, rest) = cut(&one);
+        rest.into_iter().for_each(|rest| self.next.push_front(rest));
+        self.given += self.sending.give(piece)?;
+        Ok(())
     }
 }
 

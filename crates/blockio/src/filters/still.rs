@@ -7,20 +7,14 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsFd as _;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
 use super::REGION;
-use super::copying::give_copy;
-use super::course::{Course, lock};
+use super::course::Course;
 use super::outlet::Outlet;
-use crate::{Buffer, Error, Image, data_in_regions};
-
-/// How often it is looked whether there is room again.
-pub(super) const LOOK_EVERY: Duration = Duration::from_millis(2);
+use super::unwritten::{Unwritten, copy_all, copy_piece};
+use crate::{Error, Image, data_in_regions};
 
 /// A file that is copied.
 pub struct Still<'a> {
@@ -95,32 +89,7 @@ impl<'a> Still<'a> {
         under_way: impl Fn() -> u64,
         mut goes_on: impl FnMut(&Course) -> bool,
     ) -> Result<bool, Error> {
-        loop {
-            if !goes_on(self.course) {
-                return Ok(false);
-            }
-            if let Some(reason) = self.course.failure() {
-                let path = self.image.path().to_owned();
-                return Err(Error::Unusable { path, reason });
-            }
-            for range in self.course.take_lost() {
-                let range = self.clip(&range);
-                self.add(range);
-            }
-            if self.left.is_empty() {
-                if under_way() == 0 && lock(&self.course.0.lost).is_empty() {
-                    return Ok(true);
-                }
-                std::thread::sleep(LOOK_EVERY);
-                continue;
-            }
-            if !self.has_room() {
-                std::thread::sleep(LOOK_EVERY);
-                continue;
-            }
-            self.copy_next()?;
-            self.tell_left();
-        }
+        copy_all(self, under_way, |still| goes_on(still.course))
     }
 
     fn clip(&self, range: &Range<u64>) -> Range<u64> {
@@ -131,15 +100,29 @@ impl<'a> Still<'a> {
                 .next_multiple_of(REGION)
                 .min(self.image.bytes())
     }
+}
 
-    /// Whether one more region may be read; counts for what it is waited.
-    fn has_room(&mut self) -> bool {
-        let is_capped = self.course.0.pace.region_limit(Instant::now()) == Some(0);
-        let takes = !self.outlet.is_silent() && self.outlet.region_limit() > 0;
-        may_copy(self.course, is_capped, takes)
+impl Unwritten for Still<'_> {
+    fn parts(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
+        (self.course, self.image.path(), &mut *self.outlet)
     }
 
-    fn copy_next(&mut self) -> Result<(), Error> {
+    fn is_capped(&self) -> bool {
+        true
+    }
+
+    fn copy_again(&mut self, lost: Vec<Range<u64>>) {
+        for range in lost {
+            let range = self.clip(&range);
+            self.add(range);
+        }
+    }
+
+    fn is_given(&mut self) -> bool {
+        self.left.is_empty()
+    }
+
+    fn give_next(&mut self) -> Result<(), Error> {
         let Some(mut range) = self.left.pop_front() else {
             return Ok(());
         };
@@ -150,6 +133,7 @@ impl<'a> Still<'a> {
             self.left.push_front(range);
         }
         self.left_bytes = self.left_bytes.saturating_sub(piece.end - piece.start);
+        self.tell_left();
         if self.outlet.try_clone(&piece) {
             return Ok(());
         }
@@ -163,45 +147,11 @@ impl<'a> Still<'a> {
     }
 }
 
-/// Whether one more piece may be copied; counts for what it is waited until it is looked again.
-pub(super) fn may_copy(course: &Course, is_capped: bool, takes: bool) -> bool {
-    let mut waited = lock(&course.0.wait_times);
-    match (is_capped, takes) {
-        (true, _) => waited.cap += LOOK_EVERY,
-        (false, false) => waited.writes += LOOK_EVERY,
-        (false, true) => {}
-    }
-    !is_capped && takes
-}
-
-/// Reads this piece, which begins there in the file, and gives it to the other side to have it at `start`. What cannot be read, the course hears of.
-pub(super) fn copy_piece(
-    (file, path): (&File, &Path),
-    (at, piece): (u64, Range<u64>),
-    (course, outlet): (&Course, &mut (dyn Outlet + 'static)),
-    start: u64,
-) -> Result<(), Error> {
-    let began = Instant::now();
-    let mut buffer = Buffer::zeroed((piece.end - piece.start) as usize);
-    if let Err(source) = file.read_exact_at(buffer.bytes_mut(), at) {
-        course.fail_to_read(format!("its bytes {piece:?} cannot be read: {source}"));
-        return Err(Error::Image {
-            action: "read",
-            path: path.to_owned(),
-            source,
-        });
-    }
-    let now = Instant::now();
-    lock(&course.0.wait_times).reads += now.saturating_duration_since(began);
-    give_copy((course, outlet), start, &Arc::new(buffer), now);
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Access, SecondImage};
-    use std::os::unix::fs::MetadataExt as _;
+    use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
     fn files(bytes: u64) -> (tempfile::NamedTempFile, tempfile::NamedTempFile) {
         let file = || {
