@@ -6,6 +6,7 @@ use crate::disk_rows::iteration;
 use crate::figures::{guest_speed, mib, moment, rate, seconds};
 use crate::output::{Output, Tone, kebab};
 use crate::plain;
+use godwit_types::disk_move::SentLogs;
 use godwit_types::migration::{
     IterationReport, MigrationReport, MoveEvent, MoveEventKind, Outcome, Phase,
 };
@@ -53,7 +54,7 @@ impl Output {
     }
 }
 
-/// What each iteration came to of disks that went along by dirty block tracking.
+/// What each iteration came to of disks that went along by dirty block tracking, or by redo logs.
 fn disk_lines(report: &MigrationReport) -> impl Iterator<Item = String> {
     report.disk_iterations.iter().flat_map(|of| {
         let disk = plain::sentence(&of.disk);
@@ -192,6 +193,11 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
         );
         rows.push(("disks", text));
     }
+    rows.extend(
+        report
+            .redo_logs
+            .map(|taken| ("redo logs", redo_logs(taken))),
+    );
     // Of an ended move all that went over the link, disks and memory, by the whole time.
     let told = match report.outcome {
         None => format!("{} now", rate(report.wire_bytes_per_s)),
@@ -226,6 +232,19 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
     }
     rows.extend(compared(report));
     rows
+}
+
+/// What redo logs took.
+fn redo_logs(taken: SentLogs) -> String {
+    let slowed = taken.slowed_to.map_or_else(String::new, |part| {
+        format!("; its guest was slowed to {:.0} %", part * 1e2)
+    });
+    format!(
+        "{} of each disk, of {} at the most together; its guest waited {:.1} ms while they were put over{slowed}",
+        taken.logs,
+        mib(taken.space_max_bytes),
+        taken.frozen_ms
+    )
 }
 
 /// The pause beside its target, where one was made.

@@ -80,6 +80,21 @@ fn of_a_disk_that_went_along_by_dirty_tracking_each_iteration_is_told() {
     );
 }
 
+#[test]
+fn of_disks_that_went_along_by_redo_logs_it_is_told_what_the_logs_took() {
+    let logs = |slowed: serde_json::Value| {
+        let mut sent = json!({"logs": 3, "space_max_bytes": 40 << 20, "frozen_ms": 4.26});
+        sent["slowed_to"] = slowed;
+        let sent = json!({"disk_bytes": 300 << 20, "method": "snapshot", "redo_logs": sent});
+        row(&report(sent), "redo logs").unwrap()
+    };
+    let told = "3 of each disk, of 40.0 MiB at the most together; its guest waited 4.3 ms while they were put over";
+    assert_eq!(logs(json!(null)), told);
+    let slowed = format!("{told}; its guest was slowed to 25 %");
+    assert_eq!(logs(json!(0.25)), slowed);
+    assert_eq!(row(&report(json!({})), "redo logs"), None);
+}
+
 /// Both hosts lost power in the handover, and a pause of 0.0 ms was said to have missed its target by 0.0 ms.
 #[test]
 fn a_pause_that_nobody_measured_is_not_told_as_no_pause() {

@@ -197,6 +197,21 @@ pub struct RedoLogs {
     pub slowed_to: Option<f64>,
 }
 
+/// What it took to send the disks of a VM to another host by snapshots, all of them together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SentLogs {
+    /// How many redo logs each disk had,
+    pub logs: u32,
+    /// and how many bytes those of all disks took at the source at the most, beside the images that they lay over.
+    pub space_max_bytes: u64,
+    /// How long the guest's requests waited while logs were put over its disks, ms, all together; the wait for the last ones is a part of the
+    /// switchover.
+    pub frozen_ms: f64,
+    /// The part of its requests to which the guest was slowed in the end, where it wrote as fast as its logs were sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slowed_to: Option<f64>,
+}
+
 /// One disk on its way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskMove {

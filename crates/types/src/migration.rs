@@ -2,7 +2,7 @@
 //!
 //! Pure data. The report's field names are a stable interface; units are in the names.
 
-use crate::disk_move::{DiskIterations, Method, Optimisation};
+use crate::disk_move::{DiskIterations, Method, Optimisation, SentLogs};
 pub use crate::disk_to_move::{DiskToMove, LinkedTo};
 pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
@@ -433,9 +433,13 @@ pub struct MigrationReport {
     /// How the disks that go along are copied.
     #[serde(default, skip_serializing_if = "Method::is_default")]
     pub method: Method,
-    /// What the iterations came to of each disk whose writes are tracked; nothing of disks that are mirrored.
+    /// What the iterations came to of each disk whose writes are tracked, or that is sent by redo logs, one after the other; nothing of disks that are
+    /// mirrored.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disk_iterations: Vec<DiskIterations>,
+    /// What it takes to send disks by redo logs, so far; nothing of the other methods.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub redo_logs: Option<SentLogs>,
     /// What limited the copying of disks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disks_limited_by: Option<LimitedBy>,
@@ -553,6 +557,7 @@ impl MigrationReport {
             method: spec.method,
             disk_left_bytes: 0,
             disk_iterations: Vec::new(),
+            redo_logs: None,
             disks_limited_by: None,
             done_percent: 0.0,
             eta_s: None,
