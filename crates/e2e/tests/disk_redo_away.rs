@@ -40,7 +40,12 @@ fn a_vm_moves_with_its_disk_by_redo_logs_to_another_host_and_back() -> Result<()
     let site = Site::apart()?;
     let (a, b) = (&site.pair.a, &site.pair.b);
     for (from, to) in [(a, b), (b, a)] {
-        site.goes_as_one_image((from, to), Method::Snapshot)?;
+        let report = site.goes_as_one_image((from, to), Method::Snapshot)?;
+        let logs = report.redo_logs.context("nothing is told of its logs")?;
+        let steps = report.disk_iterations.iter().map(|of| of.iterations.len());
+        // The image first, then each log but the last, which is sent while the guest stands still.
+        ensure!(steps.max() == Some(logs.logs as usize), "{report:?}");
+        ensure!(logs.space_max_bytes > 0, "{logs:?}");
     }
     Ok(())
 }

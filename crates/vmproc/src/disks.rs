@@ -35,6 +35,7 @@ mod left;
 mod linked;
 mod logs_away;
 mod logs_room;
+mod logs_shared;
 mod making;
 mod maps;
 mod moving;

@@ -261,6 +261,12 @@ impl Site {
         self.has_nothing(from)?;
         let images = self.images(to)?;
         ensure!(images == ["root.raw"], "{images:?}");
+        let [of_root] = report.disk_iterations.as_slice() else {
+            bail!("of one disk it is told what its iterations came to: {report:?}");
+        };
+        let first = of_root.iterations.first();
+        let has_copied = first.is_some_and(|first| first.number == 1 && first.copied_bytes > 0);
+        ensure!(of_root.disk == "root" && has_copied, "{of_root:?}");
         Ok(report)
     }
 

@@ -5,85 +5,22 @@
 //! VM the source's images with all their logs are the disks, whatever becomes of the link: a broken one puts no part of them out of reach. The
 //! destination has raw images that are filled, as with the mirror, and knows of no logs. The last log is sent while the guest stands still.
 //!
-//! Owns what the driver of the migration sees of that, and wants; the thread that does it is in [`super::sending_logs`]. Refuses: disks that have no
+//! Owns the disks until the thread that does it has them ([`super::sending_logs`]); what both tell each other is in [`super::logs_shared`]. Refuses: disks that have no
 //! place for logs, or consist of more than their images.
 
+use super::logs_shared::Shared;
+use super::redo::must_have_place_for_logs;
 use super::sending_logs::{One, Sender};
 use super::served::Served;
 use crate::adoption::lock;
 use godwit_blockio::filters::{Course, Outlet};
 use godwit_snapshots::Images;
 use godwit_streams::source::Changes;
-use godwit_types::datastore::is_device_path;
-use godwit_types::disk_move::Method;
+use godwit_types::disk_move::{DiskIterations, Method, SentLogs};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, MigrationId};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-
-/// The log to which the guest writes.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct LastLog {
-    /// For how long the guest would stand still for it, s,
-    pub wait_s: f64,
-    /// and for how long it may, so that memory can follow: the log grows meanwhile.
-    pub limit_s: f64,
-}
-
-impl LastLog {
-    pub fn is_short(self) -> bool {
-        self.wait_s <= self.limit_s
-    }
-}
-
-/// What others see and want.
-#[derive(Debug, Default)]
-pub(super) struct Shared {
-    pub left: AtomicU64,
-    pub copied: AtomicU64,
-    /// Nothing while the guest could not be stopped for it.
-    pub last_log: Mutex<Option<LastLog>>,
-    /// Another log is wanted, since the last one has grown.
-    pub wants_another: AtomicBool,
-    /// How often the guest was stopped for its last log, and let go: it stands still where this is odd.
-    pub closings: AtomicU64,
-    /// For which of these times the destination has all that the guest wrote.
-    pub equal: AtomicU64,
-    /// Somebody waits for them: the guest, which stood still for its last log, goes on.
-    pub is_asked: AtomicBool,
-    pub is_over: AtomicBool,
-    pub failure: Mutex<Option<String>>,
-}
-
-impl Shared {
-    /// What was equal the last time says nothing of this one.
-    fn is_equal(&self) -> bool {
-        let closing = self.closings.load(Ordering::SeqCst);
-        closing % 2 == 1 && self.equal.load(Ordering::SeqCst) == closing
-    }
-
-    fn is_ready(&self) -> bool {
-        self.is_asked.store(true, Ordering::SeqCst);
-        match *lock(&self.last_log) {
-            Some(last) if last.is_short() => true,
-            Some(_) => {
-                self.wants_another.store(true, Ordering::SeqCst);
-                false
-            }
-            None => false,
-        }
-    }
-
-    /// The guest stands still from now on, or goes on; nothing of what it does already.
-    fn turn(&self, stands_still: bool) {
-        let is_so = self.closings.load(Ordering::SeqCst) % 2 == 1;
-        if is_so != stands_still {
-            self.is_asked.store(false, Ordering::SeqCst);
-            self.closings.fetch_add(1, Ordering::SeqCst);
-        }
-    }
-}
 
 /// The disks that go along by logs, until a thread sends them, and how far it is.
 pub(super) struct LogsAway {
@@ -157,25 +94,24 @@ impl LogsAway {
         let disks = std::mem::take(&mut *lock(&self.disks));
         let data = disks.iter().flat_map(One::data);
         let total: u64 = data.map(|range| range.end - range.start).sum();
-        self.shared.left.store(total, Ordering::Relaxed);
+        self.shared.begin(total);
         let (changes, migration) = (changes.clone(), migration.clone());
         let served = Arc::clone(&self.served);
         let sender = Sender::of(disks, served, (changes, migration), &self.shared);
         let thread = std::thread::Builder::new().name("disk-logs".into());
         if let Err(error) = thread.spawn(move || sender.run()) {
-            *lock(&self.shared.failure) = Some(error.to_string());
+            self.shared.fail(error.to_string());
         }
         total
     }
 
     pub(super) fn left_bytes(&self) -> u64 {
-        self.shared.left.load(Ordering::Relaxed)
+        self.shared.left_bytes()
     }
 
     /// What becomes less as long as anything is sent; nothing where nothing is waited for.
     pub(super) fn not_copied(&self) -> Option<u64> {
-        let is_waited_for = lock(&self.shared.last_log).is_none();
-        is_waited_for.then(|| u64::MAX - self.shared.copied.load(Ordering::Relaxed))
+        self.shared.not_copied()
     }
 
     /// Whether the destination has all that the guest wrote, which stands still.
@@ -190,7 +126,7 @@ impl LogsAway {
 
     /// Whether the guest may be stopped, for at most so long, s.
     pub(super) fn are_close(&self, limit_s: f64) -> bool {
-        lock(&self.shared.last_log).is_some_and(|last| last.wait_s <= limit_s)
+        self.shared.is_close(limit_s)
     }
 
     /// The guest stands still from now on.
@@ -203,8 +139,13 @@ impl LogsAway {
         self.shared.turn(false);
     }
 
+    /// What each step came to of each disk, and what all logs took.
+    pub(super) fn came_to(&self) -> (Vec<DiskIterations>, SentLogs) {
+        self.shared.came_to()
+    }
+
     pub(super) fn failure(&self) -> Option<String> {
-        let failure = lock(&self.shared.failure).clone()?;
+        let failure = self.shared.failure()?;
         Some(format!(
             "its disks could not be sent by redo logs: {failure}"
         ))
@@ -214,7 +155,7 @@ impl LogsAway {
 /// Whatever becomes of the migration, its thread ends.
 impl Drop for LogsAway {
     fn drop(&mut self) {
-        self.shared.is_over.store(true, Ordering::SeqCst);
+        self.shared.end();
     }
 }
 
@@ -228,9 +169,7 @@ pub(super) fn must_be_one_image(served: &Served, spec: &DiskSpec) -> Result<(), 
 
 /// Refuses disks that have no place for logs, and those of which logs take not all along.
 fn must_go_by_logs(served: &Served, spec: &DiskSpec, named: &DiskToMove) -> Result<(), String> {
-    if is_device_path(&spec.path) {
-        return Err("redo logs lie beside its image, and beside a block device there is no place for them: leave out --method, and it is mirrored".to_owned());
-    }
+    must_have_place_for_logs(&spec.path)?;
     if lock(&served.by_logs).contains_key(&spec.name) {
         return Err("what is under way by redo logs for an earlier migration has not ended yet: try again in a moment".to_owned());
     }
@@ -238,47 +177,5 @@ fn must_go_by_logs(served: &Served, spec: &DiskSpec, named: &DiskToMove) -> Resu
     match named.layered {
         true => Err("what it consisted of was still being merged when this migration was checked: try again".to_owned()),
         false => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_equal_when_the_guest_stood_still_before_is_not_when_it_does_again() {
-        let shared = Shared::default();
-        assert!(!shared.is_equal(), "it runs");
-        shared.turn(true);
-        assert!(!shared.is_equal());
-        shared.equal.store(1, Ordering::SeqCst);
-        assert!(shared.is_equal());
-        shared.turn(true);
-        assert!(shared.is_equal(), "it stands still as before");
-        shared.turn(false);
-        assert!(!shared.is_equal(), "it runs again");
-        shared.turn(false);
-        shared.turn(true);
-        assert!(!shared.is_equal());
-    }
-
-    #[test]
-    fn another_log_is_wanted_only_where_somebody_waits_for_one_that_has_grown() {
-        let shared = Shared::default();
-        let wants = || shared.wants_another.swap(false, Ordering::SeqCst);
-        assert!(!shared.is_ready() && !wants(), "its image is being sent");
-        let last = |wait_s| {
-            Some(LastLog {
-                wait_s,
-                limit_s: 1.0,
-            })
-        };
-        *lock(&shared.last_log) = last(1.0);
-        assert!(shared.is_ready() && !wants());
-        *lock(&shared.last_log) = last(2.0);
-        assert!(!shared.is_ready() && wants());
-        // Who stops the guest does not ask for anything by that.
-        shared.turn(true);
-        assert!(!shared.is_asked.load(Ordering::SeqCst));
     }
 }

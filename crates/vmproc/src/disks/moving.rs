@@ -54,15 +54,24 @@ struct Along {
     faults: u64,
 }
 
+/// How they go along.
+#[derive(Debug)]
+pub(super) enum Way {
+    /// What the guest writes goes to both hosts.
+    Mirrored,
+    /// What the guest writes is marked and copied again.
+    Tracked,
+    /// What the guest writes lies in redo logs, which are sent one after the other.
+    ByLogs(LogsAway),
+}
+
 /// The disks that go along with a VM that leaves.
 #[derive(Debug)]
 pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
-    method: Method,
     migration: MigrationId,
-    /// Where they go by redo logs.
-    pub(super) logs: Option<LogsAway>,
+    pub(super) way: Way,
     /// What lies below the tops of those with snapshots.
     pub(super) below: Option<Below>,
     pub(super) pace: Pace,
@@ -91,9 +100,12 @@ impl Disks {
         let mut source = SourceDisks {
             changes: Changes::default(),
             disks: Vec::new(),
-            method: spec.method,
             migration: spec.id.clone(),
-            logs: (spec.method == Method::Snapshot).then(|| LogsAway::of(&self.0)),
+            way: match spec.method {
+                Method::Mirror => Way::Mirrored,
+                Method::DirtyTracking => Way::Tracked,
+                Method::Snapshot => Way::ByLogs(LogsAway::of(&self.0)),
+            },
             below: None,
             pace: Pace::at_most(cap_bytes_per_s),
             all: self.clone(),
@@ -121,7 +133,7 @@ impl Disks {
             let named = named(spec, disk)?;
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::at(&pace));
             let outlet = source.changes.of_disk(place, &course).map_err(internal)?;
-            let (ways, one) = ((&mut source.logs, &mut leaving), (image, named));
+            let (ways, one) = ((&mut source.way, &mut leaving), (image, named));
             let taken = self.take_along(spec, ways, (place, disk), one, (outlet, &course))?;
             source.disks.push(Along {
                 place,
@@ -144,13 +156,13 @@ impl Disks {
     fn take_along(
         &self,
         spec: &MigrationSpec,
-        (logs, leaving): (&mut Option<LogsAway>, &mut Leaving),
+        (way, leaving): (&mut Way, &mut Leaving),
         (place, disk): (u8, &DiskSpec),
         (image, named): ((u64, u64), &DiskToMove),
         (outlet, course): (Box<dyn Outlet>, &Course),
     ) -> Result<Taken, ApiError> {
         let index = usize::from(place);
-        if let Some(logs) = logs {
+        if let Way::ByLogs(logs) = way {
             logs.take((index, disk), (image, named), (outlet, course))?;
             return Ok(Taken::Image);
         }
@@ -357,7 +369,7 @@ impl Served {
 impl SourceDisks {
     /// Lets the copying begin. Returns the bytes that are to be copied.
     pub(crate) fn begin(&self) -> u64 {
-        if let Some(logs) = &self.logs {
+        if let Way::ByLogs(logs) = &self.way {
             return logs.begin(&self.changes, &self.migration);
         }
         let begin = |disk: &Along| {
@@ -369,7 +381,7 @@ impl SourceDisks {
 
     /// Bytes that are still to be copied.
     pub(crate) fn left_bytes(&self) -> u64 {
-        if let Some(logs) = &self.logs {
+        if let Way::ByLogs(logs) = &self.way {
             return logs.left_bytes();
         }
         let left = self.disks.iter().map(|disk| disk.course.left_bytes());
@@ -392,7 +404,7 @@ impl SourceDisks {
 
     /// Whether both hosts' images are equal but for what is under way.
     pub(crate) fn are_synchronised(&self) -> bool {
-        if let Some(logs) = &self.logs {
+        if let Way::ByLogs(logs) = &self.way {
             return logs.are_equal();
         }
         let mut disks = self.disks.iter();
@@ -402,22 +414,25 @@ impl SourceDisks {
         are
     }
 
-    /// Whether what the guest writes is marked and copied again, or sent log after log, so that it has to be stopped before both hosts' images are equal.
-    pub(crate) fn are_tracked(&self) -> bool {
-        self.method != Method::Mirror
+    /// Whether both hosts' images are equal only once the guest was stopped: what it writes is marked and copied again, or sent log after log.
+    pub(crate) fn need_a_stop(&self) -> bool {
+        match self.way {
+            Way::Mirrored => false,
+            Way::Tracked | Way::ByLogs(_) => true,
+        }
     }
 
     /// Whether memory may follow: both hosts' images are equal, or so few blocks are marked that a guest may stand still for them.
     pub(crate) fn are_ready(&self) -> bool {
-        if let Some(logs) = &self.logs {
-            return logs.are_ready();
+        match &self.way {
+            Way::Mirrored => self.are_synchronised(),
+            Way::Tracked => {
+                // What a disk had before is not to be made durable while the guest stands still.
+                let are_flushed = self.disks.iter().all(|disk| disk.course.is_flushed());
+                are_flushed && self.last_blocks().is_some_and(|last| last.are_few())
+            }
+            Way::ByLogs(logs) => logs.are_ready(),
         }
-        if !self.are_tracked() {
-            return self.are_synchronised();
-        }
-        // What a disk had before is not to be made durable while the guest stands still.
-        let are_flushed = self.disks.iter().all(|disk| disk.course.is_flushed());
-        are_flushed && self.last_blocks().is_some_and(|last| last.are_few())
     }
 
     /// The last blocks of all disks whose writes are tracked; nothing before the guest could be held for each of them.
@@ -426,7 +441,8 @@ impl SourceDisks {
         let may_end = disks.all(|disk| disk.course.decision() == Some(Decision::Finish));
         // They share the link.
         let waits = self.disks.iter().map(|disk| disk.course.would_wait_s());
-        (self.are_tracked() && may_end).then(|| LastOfAll {
+        let are_tracked = matches!(self.way, Way::Tracked);
+        (are_tracked && may_end).then(|| LastOfAll {
             wait_s: waits.sum(),
             limit_s: self.last_copy_limit_s(),
             is_silent: self.changes.is_silent(),
@@ -442,35 +458,37 @@ impl SourceDisks {
     /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
     pub(crate) fn close(&self) {
         self.disks.iter().for_each(|disk| disk.course.close());
-        self.logs.iter().for_each(LogsAway::close);
+        if let Way::ByLogs(logs) = &self.way {
+            logs.close();
+        }
     }
 
     /// A guest that goes on here finds them so.
     pub(crate) fn open(&self) {
         self.disks.iter().for_each(|disk| disk.course.open());
-        self.logs.iter().for_each(LogsAway::open);
+        if let Way::ByLogs(logs) = &self.way {
+            logs.open();
+        }
     }
 
     /// What becomes less as long as anything is copied: of each disk whose writes are tracked, nothing where nothing is waited for; of
     /// mirrored ones together.
     pub(super) fn not_copied(&self) -> Vec<Option<u64>> {
-        if let Some(logs) = &self.logs {
-            return vec![logs.not_copied()];
-        }
-        if !self.are_tracked() {
-            return vec![Some(self.left_bytes())];
-        }
         let of = |disk: &Along| {
             let course = &disk.course;
             let is_waited_for = course.left_bytes() > 0 || !course.is_flushed();
             is_waited_for.then(|| u64::MAX - course.copied_bytes())
         };
-        self.disks.iter().map(of).collect()
+        match &self.way {
+            Way::Mirrored => vec![Some(self.left_bytes())],
+            Way::Tracked => self.disks.iter().map(of).collect(),
+            Way::ByLogs(logs) => vec![logs.not_copied()],
+        }
     }
 
     /// Why what is at this place of [`Self::not_copied`] is given up.
     pub(super) fn stalled(&self, place: usize) -> String {
-        let is_alone = self.are_tracked() && self.logs.is_none();
+        let is_alone = matches!(self.way, Way::Tracked);
         let one = self.disks.get(place).filter(|_| is_alone);
         let (what, left) = match one {
             Some(disk) => (
@@ -488,16 +506,16 @@ impl SourceDisks {
 
     /// Whether so little is under way that the guest can be stopped for it.
     pub(crate) fn are_close(&self) -> bool {
-        if let Some(logs) = &self.logs {
-            return logs.are_close(self.last_copy_limit_s());
+        match &self.way {
+            Way::Mirrored => {
+                let are = self.are_synchronised();
+                let since = *lock(&self.synchronised);
+                let waited = since.is_some_and(|since| since.elapsed() >= PATIENCE);
+                are && (waited || self.changes.under_way_bytes() <= CLOSE_BYTES)
+            }
+            Way::Tracked => self.are_ready(),
+            Way::ByLogs(logs) => logs.are_close(self.last_copy_limit_s()),
         }
-        if self.are_tracked() {
-            return self.are_ready();
-        }
-        let are = self.are_synchronised();
-        let since = *lock(&self.synchronised);
-        let waited = since.is_some_and(|since| since.elapsed() >= PATIENCE);
-        are && (waited || self.changes.under_way_bytes() <= CLOSE_BYTES)
     }
 
     /// The name of each, and how its copying goes.
@@ -508,7 +526,9 @@ impl SourceDisks {
 
     /// Why one cannot be copied.
     pub(crate) fn failure(&self) -> Option<String> {
-        if let Some(why) = self.logs.as_ref().and_then(LogsAway::failure) {
+        if let Way::ByLogs(logs) = &self.way
+            && let Some(why) = logs.failure()
+        {
             return Some(why);
         }
         if let Some(why) = self.below.as_ref().and_then(Below::failure) {

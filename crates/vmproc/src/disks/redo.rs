@@ -114,16 +114,24 @@ impl RedoLog {
     }
 }
 
+/// Where the logs of a disk lie that moves.
+#[derive(Debug, Clone)]
+enum Lie {
+    /// All of them beside the disk's own image: it goes to another host, of which the disk must need nothing.
+    Beside,
+    There {
+        /// Where the new image is to be,
+        directory: String,
+        /// and what the names of logs there begin with.
+        stem: String,
+        first: FirstLog,
+    },
+}
+
 /// The logs of a disk that moves.
 #[derive(Debug, Clone)]
 pub(super) struct Logs {
-    /// Where the new image is to be,
-    directory: String,
-    /// and what the names of logs there begin with.
-    stem: String,
-    first: FirstLog,
-    /// Whether all of them lie beside the disk's own image: it goes to another host, of which the disk must need nothing.
-    stays: bool,
+    lie: Lie,
     /// The image to which the guest wrote before: the disk's own, or, of a linked disk, what lies over the one to which it is linked.
     over: String,
     /// How long the guest's requests waited while logs were put over the disk.
@@ -147,10 +155,11 @@ impl Logs {
             within: Path::new(directory).metadata().map_err(told)?.ino(),
         };
         Ok(Self {
-            directory: directory.to_owned(),
-            stem: format!("{name}{MOVING}{moment:x}{}", made.text()),
-            first: place.first_log,
-            stays: false,
+            lie: Lie::There {
+                directory: directory.to_owned(),
+                stem: format!("{name}{MOVING}{moment:x}{}", made.text()),
+                first: place.first_log,
+            },
             over: over.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
@@ -160,10 +169,7 @@ impl Logs {
     /// Of a disk that goes to another host, over its own image of this name.
     fn here(own: &str) -> Self {
         Self {
-            directory: String::new(),
-            stem: String::new(),
-            first: FirstLog::Source,
-            stays: true,
+            lie: Lie::Beside,
             over: own.to_owned(),
             frozen: Duration::ZERO,
             spans: None,
@@ -172,10 +178,13 @@ impl Logs {
 
     /// Where log `number` lies, and how it is called, if that is not beside the disk's own image.
     fn place_of(&self, number: u32) -> Option<(String, String)> {
-        let is_first_here = number <= 1 && self.first == FirstLog::Source;
-        let beside_former = self.stays || is_first_here;
-        let name = files::delta(&self.stem, number.into());
-        (!beside_former).then(|| (self.directory.clone(), name))
+        match &self.lie {
+            Lie::Beside => None,
+            Lie::There { first, .. } if number <= 1 && *first == FirstLog::Source => None,
+            Lie::There {
+                directory, stem, ..
+            } => Some((directory.clone(), files::delta(stem, number.into()))),
+        }
     }
 
     /// Whether the disk consists of what it did before, which lies in its own directory, and so many of these, in their order, and of nothing else.
@@ -203,14 +212,18 @@ impl Logs {
     }
 }
 
+/// Refuses an image beside which there is no place for logs.
+pub(super) fn must_have_place_for_logs(path: &str) -> Result<(), String> {
+    match is_device_path(path) {
+        true => Err("redo logs lie beside a disk's images, and beside a block device there is no place for them: leave out --method, and it is mirrored".to_owned()),
+        false => Ok(()),
+    }
+}
+
 /// Refuses disks that have no place for logs.
 pub(super) fn must_take_logs(spec: &DiskSpec, place: &DiskPlace) -> Result<(), String> {
-    if is_device_path(&spec.path) || is_device_path(&place.path) {
-        return Err(
-            "redo logs lie beside its images, and beside a block device there is no place for them: leave out --method, and it is mirrored"
-                .to_owned(),
-        );
-    }
+    must_have_place_for_logs(&spec.path)?;
+    must_have_place_for_logs(&place.path)?;
     match spec.shared && !place.shared {
         true => Err(
             "other hosts have its image, and would not have its redo logs, which would be on storage of this host alone: leave out --method, and it is mirrored"
@@ -432,10 +445,11 @@ mod tests {
 
     fn logs(first: FirstLog) -> Logs {
         Logs {
-            directory: "/srv/fast".to_owned(),
-            stem: "new.raw.moving-1".to_owned(),
-            first,
-            stays: false,
+            lie: Lie::There {
+                directory: "/srv/fast".to_owned(),
+                stem: "new.raw.moving-1".to_owned(),
+                first,
+            },
             over: OWN.to_owned(),
             frozen: Duration::ZERO,
             spans: None,

@@ -7,8 +7,9 @@ use super::STAND_WAIT;
 use super::by_logs::{Began, log_of};
 use super::last_log::in_time;
 use super::layers::OwnedPlace;
-use super::logs_away::{LastLog, Shared, must_be_one_image};
+use super::logs_away::must_be_one_image;
 use super::logs_room::{Lies, LogsRoom};
+use super::logs_shared::{LastLog, Shared, Stop};
 use super::served::Served;
 use super::switching::Stopped;
 use super::to_copy::{but, holes};
@@ -20,6 +21,7 @@ use godwit_redo::{Bounds, Redo, Step, Work};
 use godwit_snapshots::Images;
 use godwit_streams::source::Changes;
 use godwit_types::MigrationId;
+use godwit_types::disk_move::{DiskIteration, DiskIterations};
 use godwit_vhost::Disk;
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -28,7 +30,6 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether the guest stands still, and how large its log is.
@@ -62,45 +63,40 @@ struct Context {
 }
 
 impl Context {
-    fn is_over(&self) -> bool {
-        self.shared.is_over.load(Ordering::SeqCst)
-    }
-
     fn must_go_on(&self) -> Result<(), Stopped> {
-        match self.is_over() {
+        match self.shared.is_over() {
             true => Err(Stopped::Cancelled),
             false => Ok(()),
         }
     }
 
-    fn stands_still(&self, closing: u64) -> bool {
-        self.shared.closings.load(Ordering::SeqCst) == closing
+    fn stands_still(&self, stop: Stop) -> bool {
+        self.shared.stop() == Some(stop)
     }
 
     fn begins(&self, bytes: u64) {
         self.left.set(bytes);
-        self.shared.left.store(bytes, Ordering::Relaxed);
+        self.shared.begin(bytes);
     }
 
     fn sent(&self, bytes: u64) {
         let left = self.left.get().saturating_sub(bytes);
         self.left.set(left);
-        self.shared.left.store(left, Ordering::Relaxed);
-        self.shared.copied.fetch_add(bytes, Ordering::Relaxed);
+        self.shared.give(bytes, left);
     }
 
-    /// Whether it goes on with a disk: not where the guest was to stand still, since this closing, and does no more.
+    /// Whether it goes on with a disk: not where the guest was to stand still, since this stop, and does no more.
     fn goes_on(
         &self,
         (index, disk): (usize, &Arc<Disk>),
-        closing: Option<u64>,
+        stop: Option<Stop>,
     ) -> Result<bool, Stopped> {
         self.must_go_on()?;
         if !Arc::ptr_eq(&self.served.disk(index)?, disk) {
             return Err("a disk was served anew meanwhile".into());
         }
-        if let Some(closing) = closing {
-            return Ok(self.stands_still(closing));
+        if let Some(stop) = stop {
+            return Ok(self.stands_still(stop));
         }
         self.room.must_be_left()?;
         Ok(true)
@@ -122,6 +118,12 @@ impl One {
         let bytes = self.place.get().bytes_of(&self.images, name);
         let untold = "how much one of its redo logs holds cannot be told";
         Ok(bytes.ok_or_else(|| self.told(untold))?)
+    }
+
+    /// Of those of its logs, of which there are so many, that nobody writes to any more; of one whose size cannot be told, nothing.
+    fn frozen_bytes(&self, logs: u32) -> u64 {
+        let frozen = (1..logs).filter_map(|log| log_of(&self.images, log));
+        frozen.filter_map(|log| self.bytes_of(&log).ok()).sum()
     }
 
     fn told(&self, why: &str) -> String {
@@ -158,14 +160,14 @@ impl One {
         &mut self,
         context: &Context,
         name: &str,
-        closing: Option<u64>,
+        stop: Option<Stop>,
     ) -> Result<bool, Stopped> {
         let log = self.place.get().open_unlocked(&self.images, name)?;
-        let (outlet, is_capped) = (&mut *self.outlet, closing.is_none());
+        let (outlet, is_capped) = (&mut *self.outlet, stop.is_none());
         let mut sending = Sending::of_log(&log, outlet, &self.course, is_capped)?;
         let who = (self.index, &self.disk);
         let all = || moves(log.layout(), log.states());
-        send(&mut sending, context, all, (who, closing))
+        send(&mut sending, context, all, (who, stop))
     }
 
     /// What the destination has is durable there before its guest stands still, where it can be asked.
@@ -192,14 +194,14 @@ fn send<I: Iterator<Item = Move>>(
     sending: &mut Sending<'_>,
     context: &Context,
     all: impl Fn() -> I,
-    (who, closing): ((usize, &Arc<Disk>), Option<u64>),
+    (who, stop): ((usize, &Arc<Disk>), Option<Stop>),
 ) -> Result<bool, Stopped> {
     let (mut before, mut stopped) = (0, None);
     let under_way = || context.changes.under_way_bytes();
     let ended = sending.run(all, under_way, |given| {
         context.sent(given - before);
         before = given;
-        let goes_on = context.goes_on(who, closing);
+        let goes_on = context.goes_on(who, stop);
         goes_on.unwrap_or_else(|why| {
             stopped = Some(why);
             false
@@ -211,12 +213,20 @@ fn send<I: Iterator<Item = Move>>(
     }
 }
 
+/// What was sent of a disk since then.
+fn work_of(bytes: u64, began: Instant) -> Work {
+    let seconds = began.elapsed().as_secs_f64();
+    Work { bytes, seconds }
+}
+
 /// Sends all disks together, on a thread of its own.
 pub(super) struct Sender {
     disks: Vec<One>,
     redo: Redo,
     /// The number that a flush had last.
     flushes: u64,
+    /// What the logs take that nobody writes to any more, as it was looked at last.
+    frozen_bytes: u64,
     context: Context,
 }
 
@@ -232,6 +242,7 @@ impl Sender {
             disks,
             redo: Redo::within(Bounds::TO_ANOTHER_HOST),
             flushes: 0,
+            frozen_bytes: 0,
             context: Context {
                 served,
                 changes,
@@ -247,7 +258,7 @@ impl Sender {
         let specs = self.disks.iter().map(|one| &one.place.spec);
         self.context.served.begin_logs_here(specs);
         if let Err(Stopped::Failed(why)) = self.work() {
-            *lock(&self.context.shared.failure) = Some(why);
+            self.context.shared.fail(why);
         }
     }
 
@@ -297,7 +308,8 @@ impl Sender {
         let (context, mut is_noted) = (&self.context, false);
         let noted = context.served.change(|what| {
             // Whoever ends the migration says so before he has this forgotten.
-            is_noted = what.leaving.as_ref() == Some(&context.migration) && !context.is_over();
+            let is_over = context.shared.is_over();
+            is_noted = what.leaving.as_ref() == Some(&context.migration) && !is_over;
             if is_noted {
                 what.leaving_parts = parts;
             }
@@ -326,61 +338,76 @@ impl Sender {
     }
 
     fn send_images(&mut self) -> Result<(), Stopped> {
-        let (began, mut total) = (self.begin(), 0);
+        let began = self.begin();
         let data: Vec<_> = self.disks.iter().map(One::data).collect();
-        for range in data.iter().flatten() {
-            total += range.end - range.start;
-        }
-        self.context.begins(total);
-        for (one, data) in self.disks.iter_mut().zip(&data) {
+        let length =
+            |data: &Vec<Range<u64>>| data.iter().map(|range| range.end - range.start).sum();
+        let bytes: Vec<u64> = data.iter().map(length).collect();
+        self.context.begins(bytes.iter().sum());
+        let mut sent = Vec::new();
+        for (one, (data, bytes)) in self.disks.iter_mut().zip(data.iter().zip(bytes)) {
+            let began = Instant::now();
             one.send_image(&self.context, data)?;
+            sent.push(work_of(bytes, began));
         }
         reached("source.base-sent");
-        self.ended(began, total)
+        self.ended(began, &sent)
     }
 
     /// Sends a log that is frozen, of all disks.
     fn send_logs(&mut self, log: u32) -> Result<(), Stopped> {
-        let (began, mut total) = (self.begin(), 0);
-        let mut names = Vec::new();
+        let (began, mut logs) = (self.begin(), Vec::new());
         for one in &self.disks {
             let name = log_of(&one.images, log);
             let name =
                 name.ok_or_else(|| one.told("one of its redo logs is not described any more"))?;
-            total += one.bytes_of(&name)?;
-            names.push(name);
+            let bytes = one.bytes_of(&name)?;
+            logs.push((name, bytes));
         }
-        self.context.begins(total);
-        for (one, name) in self.disks.iter_mut().zip(&names) {
-            if !one.send_log(&self.context, name, None)? {
+        self.context
+            .begins(logs.iter().map(|(_, bytes)| bytes).sum());
+        let mut sent = Vec::new();
+        for (one, (name, bytes)) in self.disks.iter_mut().zip(logs) {
+            let began = Instant::now();
+            if !one.send_log(&self.context, &name, None)? {
                 let why = one.told("one of its redo logs was not sent to its end");
                 return Err(why.into());
             }
+            sent.push(work_of(bytes, began));
         }
         reached("source.log-sent");
-        self.ended(began, total)
+        self.ended(began, &sent)
     }
 
-    /// Bytes of the logs to which the guest writes.
+    /// Bytes of each of the logs to which the guest writes.
+    fn tops(&self) -> Result<Vec<u64>, Stopped> {
+        let top = |one: &One| one.bytes_of(&one.images.top);
+        self.disks.iter().map(top).collect()
+    }
+
+    /// Of all of them.
     fn top_bytes(&self) -> Result<u64, Stopped> {
-        let mut bytes = 0;
-        for one in &self.disks {
-            bytes += one.bytes_of(&one.images.top)?;
-        }
-        Ok(bytes)
+        Ok(self.tops()?.iter().sum())
     }
 
-    /// Has what follows decided. That something is made durable early costs the last log nothing; the guest has written to its log until then.
-    fn ended(&mut self, (at, began): (Instant, Vec<Began>), bytes: u64) -> Result<(), Stopped> {
+    /// Has what follows decided, once this was sent of each disk. That something is made durable early costs the last log nothing; the guest has written to its
+    /// log until then.
+    fn ended(&mut self, (at, began): (Instant, Vec<Began>), sent: &[Work]) -> Result<(), Stopped> {
         let seconds = at.elapsed().as_secs_f64();
+        let bytes = sent.iter().map(|work| work.bytes).sum();
         for one in &mut self.disks {
             self.flushes += 1;
             one.flush(&self.context, self.flushes)?;
         }
-        let ((_, now), top) = (self.begin(), self.top_bytes()?);
+        let ((_, now), tops) = (self.begin(), self.tops()?);
+        let top = tops.iter().sum();
         self.redo.ended(Work { bytes, seconds }, top);
         self.context.begins(top);
+        self.note_step(sent, &tops);
         if let Some(part) = self.redo.slows_to() {
+            self.context.shared.note(|_, sent| {
+                sent.slowed_to = Some(sent.slowed_to.unwrap_or(1.0) * part);
+            });
             for (one, (began, now)) in self.disks.iter().zip(began.iter().zip(&now)) {
                 self.slow_one(one.index, Some(began.slowed(now, part)));
             }
@@ -392,6 +419,47 @@ impl Sender {
         Ok(())
     }
 
+    /// Has it told what was sent of each disk, of which so much is to be sent again, and what its logs took until now.
+    fn note_step(&mut self, sent: &[Work], tops: &[u64]) {
+        let logs = self.redo.logs();
+        self.frozen_bytes = self.disks.iter().map(|one| one.frozen_bytes(logs)).sum();
+        let frozen = self.disks.iter().map(|one| {
+            let known = lock(&self.context.served.by_logs);
+            let frozen = known.get(one.name()).map(|logs| logs.frozen);
+            frozen.unwrap_or_default()
+        });
+        // They were put over all disks at one moment.
+        let frozen = frozen.max().unwrap_or_default();
+        let disks = &self.disks;
+        self.context.shared.note(|iterations, sent_logs| {
+            (sent_logs.logs, sent_logs.frozen_ms) = (logs, frozen.as_secs_f64() * 1e3);
+            if iterations.is_empty() {
+                iterations.extend(disks.iter().map(|one| DiskIterations {
+                    disk: one.name().to_owned(),
+                    iterations: Vec::new(),
+                }));
+            }
+            for (of, (sent, dirty)) in iterations.iter_mut().zip(sent.iter().zip(tops)) {
+                of.iterations.push(DiskIteration {
+                    number: of.iterations.len() as u32 + 1,
+                    copied_bytes: sent.bytes,
+                    seconds: sent.seconds,
+                    dirty_bytes: *dirty,
+                    ..DiskIteration::default()
+                });
+            }
+        });
+        self.note_space(tops.iter().sum());
+    }
+
+    /// What all logs take, of which those to which the guest writes have so many bytes.
+    fn note_space(&self, top: u64) {
+        let all = self.frozen_bytes.saturating_add(top);
+        let note = |max: &mut u64| *max = all.max(*max);
+        let shared = &self.context.shared;
+        shared.note(|_, sent| note(&mut sent.space_max_bytes));
+    }
+
     fn slow_one(&self, index: usize, requests_per_s: Option<u64>) {
         if let Some(gauge) = self.context.served.gauges.get(index) {
             gauge.slow(requests_per_s);
@@ -401,11 +469,9 @@ impl Sender {
     /// Waits for the moment in which the guest stands still, and looks how its log grows until then.
     fn rest(&mut self) -> Result<(), Stopped> {
         let shared = Arc::clone(&self.context.shared);
-        let closing = shared.closings.load(Ordering::SeqCst);
-        if closing % 2 == 1 {
+        if let Some(stop) = shared.stop() {
             let began = Instant::now();
-            *lock(&shared.last_log) = None;
-            self.send_last(closing)?;
+            self.send_last(stop)?;
             self.redo.let_go(began.elapsed().as_secs_f64());
             return self.wait_for_guest();
         }
@@ -418,36 +484,36 @@ impl Sender {
             limit_s: self.redo.limit_s(),
         };
         self.context.begins(top);
-        if shared.wants_another.swap(false, Ordering::SeqCst) && !last.is_short() {
-            *lock(&shared.last_log) = None;
+        self.note_space(top);
+        if shared.take_wish(last) {
             self.redo.grown(top);
             return Ok(());
         }
         // What is made durable there still would be waited for beside the last log.
         let is_all_there = self.context.changes.under_way_bytes() == 0;
-        *lock(&shared.last_log) = is_all_there.then_some(last);
-        std::thread::sleep(LOOK_EVERY);
+        shared.set_last_log(is_all_there.then_some(last));
+        shared.wait(LOOK_EVERY);
         Ok(())
     }
 
     /// Nothing of its disks is changed before it is known that the guest goes on here; it may write already.
     fn wait_for_guest(&self) -> Result<(), Stopped> {
-        while !self.context.shared.is_asked.swap(false, Ordering::SeqCst) {
+        while !self.context.shared.take_asked() {
             self.context.must_go_on()?;
             if self.context.served.held().is_some() {
                 self.context.room.must_be_left()?;
             }
-            std::thread::sleep(LOOK_EVERY);
+            self.context.shared.wait(LOOK_EVERY);
         }
         Ok(())
     }
 
     /// Until something that was sent is lost.
-    fn wait_while_it_stands_still(&self, closing: u64) -> Result<(), Stopped> {
+    fn wait_while_it_stands_still(&self, stop: Stop) -> Result<(), Stopped> {
         let has_lost = || self.disks.iter().any(|one| one.course.has_lost());
-        while self.context.stands_still(closing) && !has_lost() {
+        while self.context.stands_still(stop) && !has_lost() {
             self.context.must_go_on()?;
-            std::thread::sleep(LOOK_EVERY);
+            self.context.shared.wait(LOOK_EVERY);
         }
         Ok(())
     }
@@ -464,13 +530,12 @@ impl Sender {
     }
 
     /// The guest stands still: sends its last log, and again what is lost of it, until the guest goes on or the migration is over.
-    fn send_last(&mut self, closing: u64) -> Result<(), Stopped> {
+    fn send_last(&mut self, stop: Stop) -> Result<(), Stopped> {
         reached("source.last-log");
-        let shared = Arc::clone(&self.context.shared);
         if is_late("source.last-log") {
-            self.wait_while_it_stands_still(closing)?;
+            self.wait_while_it_stands_still(stop)?;
         }
-        while self.context.stands_still(closing) {
+        while self.context.stands_still(stop) {
             self.context.begins(self.top_bytes()?);
             if !self.are_settled()? {
                 continue;
@@ -478,14 +543,14 @@ impl Sender {
             let forgotten = planted("last-log-unsent");
             for one in self.disks.iter_mut().filter(|_| !forgotten) {
                 let top = one.images.top.clone();
-                if !one.send_log(&self.context, &top, Some(closing))? {
+                if !one.send_log(&self.context, &top, Some(stop))? {
                     return Ok(());
                 }
             }
             self.context.begins(0);
-            shared.equal.store(closing, Ordering::SeqCst);
-            self.wait_while_it_stands_still(closing)?;
-            shared.equal.store(0, Ordering::SeqCst);
+            self.context.shared.set_equal(stop, true);
+            self.wait_while_it_stands_still(stop)?;
+            self.context.shared.set_equal(stop, false);
         }
         Ok(())
     }

@@ -8,14 +8,14 @@
 //! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
 use super::in_place::LOOK_EVERY;
-use super::moving::{SourceDisks, begin};
+use super::moving::{SourceDisks, Way, begin};
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
 use crate::faults::reached;
 use godwit_blockio::filters::{Course, DirtyTracking, Mirroring, Outlet};
 use godwit_blockio::{Closed, Filter, LastBlocks};
 use godwit_tracking::{Iteration, Options};
-use godwit_types::disk_move::{DiskIteration, DiskIterations, Method, Optimisation};
+use godwit_types::disk_move::{DiskIteration, DiskIterations, Method, Optimisation, SentLogs};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
@@ -132,16 +132,20 @@ impl Served {
 }
 
 impl SourceDisks {
-    /// What has come of the iterations of each so far; nothing of disks that are mirrored, or go by redo logs.
-    pub(crate) fn iterations(&self) -> Vec<DiskIterations> {
-        if !self.are_tracked() || self.logs.is_some() {
-            return Vec::new();
-        }
+    /// What has come of the iterations of each so far, and what redo logs took, where they go by these; nothing of disks that are mirrored.
+    pub(crate) fn came_to(&self) -> (Vec<DiskIterations>, Option<SentLogs>) {
         let of = |(disk, course): (&str, &Course)| DiskIterations {
             disk: disk.to_owned(),
             iterations: course.iterations().into_iter().map(told).collect(),
         };
-        self.courses().map(of).collect()
+        match &self.way {
+            Way::Mirrored => (Vec::new(), None),
+            Way::Tracked => (self.courses().map(of).collect(), None),
+            Way::ByLogs(logs) => {
+                let (iterations, sent) = logs.came_to();
+                (iterations, Some(sent))
+            }
+        }
     }
 }
 

@@ -122,13 +122,15 @@ impl SourceDriver {
         Ok(self.parts.disks.as_ref())
     }
 
-    /// What has come of disks whose writes are tracked.
+    /// What has come of disks whose writes are tracked, or that are sent by redo logs.
     fn show_iterations(&self) {
         let disks = self.parts.disks.as_ref();
-        let ended = disks.map(SourceDisks::iterations).unwrap_or_default();
+        let (ended, sent) = disks.map(SourceDisks::came_to).unwrap_or_default();
         if !ended.is_empty() {
-            let update = |report: &mut MigrationReport| report.disk_iterations = ended;
-            self.parts.report.update(update);
+            self.parts.report.update(|report| {
+                report.disk_iterations = ended;
+                report.redo_logs = sent;
+            });
         }
     }
 
@@ -160,7 +162,7 @@ impl SourceDriver {
     /// blocks that were still to be copied.
     pub(super) fn last_changes(&mut self, set: &mut ConnectionSet) -> Result<Duration, Halt> {
         let disks = self.parts.disks.as_ref();
-        let tracked = disks.filter(|disks| disks.are_tracked());
+        let tracked = disks.filter(|disks| disks.need_a_stop());
         let Some(limit_s) = tracked.map(SourceDisks::last_copy_limit_s) else {
             return self.end_changes(set).map(|()| Duration::ZERO);
         };
