@@ -253,7 +253,8 @@ impl ChangeReceiver {
             .ok_or(ReceiveError::OutOfPlace)?;
         let began = Instant::now();
         if change.kind == ChangeKind::Flushed {
-            if !planted("awaited-flush-skipped") {
+            // On a near link what a guest writes is made durable as it comes, which would hide that nothing else is.
+            if !planted("awaited-flush-skipped") && !planted("ready-before-flush") {
                 disk.sync()?;
             }
         } else {
