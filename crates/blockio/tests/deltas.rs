@@ -6,8 +6,12 @@ mod common;
 use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::{open_parent, open_unlocked};
 use common::{guest, request, run};
-use godwit_blockio::delta::{AT_ONCE_MAX, Delta, Merged, Outliving, Target, merge};
+use godwit_blockio::delta::{
+    AT_ONCE_MAX, Delta, Merged, NewDelta, Outliving, Target, create, describe_base, describe_over,
+    merge,
+};
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Work};
+use godwit_delta::Id;
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
 use std::fs;
 use std::os::fd::AsFd as _;
@@ -247,4 +251,38 @@ fn what_is_outside_of_the_disk_is_refused() {
         );
         assert!(matches!(done[0].1, Outcome::Failed(_)));
     }
+}
+
+#[test]
+fn a_delta_that_cannot_be_made_to_its_end_leaves_no_file() {
+    let chain = Chain::new(BYTES);
+    let parent = describe_base(&chain.at("base.vmdk"), "base.raw", (BYTES, 7)).unwrap();
+    let files = || {
+        let names = fs::read_dir(chain.at("base.raw").parent().unwrap()).unwrap();
+        let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let new = NewDelta {
+        descriptor: &chain.at("one.vmdk"),
+        bytes: BYTES,
+        id: Id([1; 16]),
+        parent: &parent,
+    };
+    // Each name of it is somebody else's in turn.
+    for taken in ["one.vmdk", "one-sesparse.vmdk"] {
+        fs::write(chain.at(taken), "theirs").unwrap();
+        let before = files();
+        assert!(create(&new).is_err(), "{taken}");
+        assert_eq!(files(), before);
+        assert_eq!(fs::read(chain.at(taken)).unwrap(), b"theirs");
+        fs::remove_file(chain.at(taken)).unwrap();
+    }
+    create(&new).unwrap();
+    // What stands in the way of another text is a directory.
+    let unfinished = chain.at("one.vmdk.new");
+    fs::create_dir(&unfinished).unwrap();
+    assert!(describe_over(new.descriptor, &parent).is_err());
+    fs::remove_dir(unfinished).unwrap();
+    describe_over(new.descriptor, &parent).unwrap();
 }

@@ -36,11 +36,21 @@ pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
     described(new)?;
     let fresh = with_suffix(&path, ".new");
     let made = make_fresh(&fresh).map_err(|source| failed("create", &fresh, source))?;
-    lock_new(&made, &fresh, "creator")?;
-    let filled = fill(&made, &layout_of(&path, new.bytes)?, new.id);
-    filled.map_err(|source| failed("create", &fresh, source))?;
-    name(&made, &fresh, &path).map_err(|source| failed("create", &path, source))?;
-    describe_delta(new)
+    let filled = lock_new(&made, &fresh, "creator").and_then(|()| {
+        let filled = fill(&made, &layout_of(&path, new.bytes)?, new.id);
+        filled.map_err(|source| failed("create", &fresh, source))
+    });
+    let named = filled.and_then(|()| {
+        let named = name(&made, &fresh, &path);
+        named.map_err(|source| failed("create", &path, source))
+    });
+    named.inspect_err(|_| give_up(&fresh))?;
+    describe_delta(new).inspect_err(|_| give_up(&path))
+}
+
+/// What was not made to its end takes no room; where it cannot be removed whoever makes another one does that.
+fn give_up(path: &Path) {
+    let _ = std::fs::remove_file(path); // why it was not made is told
 }
 
 /// Has an empty file be the extent of an empty delta of a disk of so many bytes, durably.
@@ -126,6 +136,7 @@ pub fn describe_over(descriptor: &Path, parent: &Parent) -> Result<(), Error> {
         file.sync_all()?;
         std::fs::rename(&fresh, descriptor)
     });
+    let written = written.inspect_err(|_| give_up(&fresh));
     written.map_err(|source| Error::Image {
         action: "describe",
         path: descriptor.to_owned(),
@@ -193,6 +204,7 @@ fn write_new(path: &Path, text: &str) -> Result<(), Error> {
         file.sync_all()?;
         name(&file, &fresh, path)
     });
+    let written = written.inspect_err(|_| give_up(&fresh));
     written.map_err(|source| Error::Image {
         action: "create",
         path: path.to_owned(),
