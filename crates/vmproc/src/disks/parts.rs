@@ -9,12 +9,14 @@ use super::entry::{Entry, Found};
 use super::images::{remove, rename};
 use super::redo::may_be_away;
 use godwit_blockio::delta::{is_frozen, read_descriptor};
+use godwit_blockio::next_data;
 use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::{Images, files};
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
 use godwit_types::snapshots::description_of;
 use serde::{Deserialize, Serialize};
+use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
@@ -157,15 +159,18 @@ impl Part {
         }
     }
 
-    /// Whether it says that it is this, though its file system may be another one.
-    fn says(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
+    /// Whether it is this, though its file system may be another one: it says so, or it holds nothing, since a power cut took what it was to say.
+    fn is_it(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
         let is_its_number = self.image.is_some_and(|image| image.1 == number);
-        let id = Id::of_digits(&self.id).filter(|_| is_its_number);
-        let file = entry.open().ok();
-        let looked = file.zip(id).map(|(file, id)| {
-            let path = Path::new(&self.path);
-            is_frozen((file, path), id, BLOCK)
-        });
+        let Some(file) = entry.open().ok().filter(|_| is_its_number) else {
+            return false;
+        };
+        if holds_nothing(&file).unwrap_or(false) {
+            return true;
+        }
+        let id = Id::of_digits(&self.id);
+        let path = Path::new(&self.path);
+        let looked = id.map(|id| is_frozen((file, path), id, BLOCK));
         looked.is_some_and(|looked| looked.is_ok())
     }
 
@@ -183,7 +188,7 @@ impl Part {
                 let mut devices = device.into_iter().chain([image.0]);
                 (devices.any(|device| entry.is_on(device)), true)
             }
-            Found::File(found) if found == image || self.says(found, &entry) => {
+            Found::File(found) if found == image || self.is_it(found, &entry) => {
                 (entry.remove(), true)
             }
             Found::File(_) | Found::Other => (true, false),
@@ -198,6 +203,12 @@ impl Part {
         }
         is_gone_beside && is_gone
     }
+}
+
+/// Whether a file has no data at all.
+fn holds_nothing(file: &File) -> io::Result<bool> {
+    let bytes = file.metadata()?.len();
+    Ok(next_data(file, 0..bytes)?.is_none())
 }
 
 /// Whether there is no such directory; else what is there is tried again.
@@ -299,8 +310,38 @@ mod tests {
         let (device, number) = part.image.unwrap();
         part.image = Some((device + 1, number));
         let id = std::mem::replace(&mut part.id, "02".repeat(16));
-        assert!(!part.says((device, number), &Entry::at(Path::new(&part.path)).unwrap()));
+        assert!(!part.is_it((device, number), &Entry::at(Path::new(&part.path)).unwrap()));
         part.id = id;
+        assert!(parts.remove(&own));
+        assert_eq!(left(directory.path()), ["root.raw"]);
+    }
+
+    #[test]
+    fn what_lost_its_content_with_the_power_and_lies_on_another_device_now_is_removed() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (own, mut parts) = disk(directory.path());
+        let part = &mut parts.files[0];
+        let (device, number) = part.image.unwrap();
+        part.image = Some((device + 1, number));
+        let file = File::options().write(true).open(&part.path);
+        let file = file.unwrap();
+        let bytes = file.metadata().unwrap().len();
+        file.set_len(0).unwrap();
+        file.set_len(bytes).unwrap();
+        // One of another number is somebody else's, though nothing is in it.
+        let other = Parts {
+            files: vec![Part {
+                image: Some((device + 1, number + 1)),
+                ..part.clone()
+            }],
+            ..parts.clone()
+        };
+        let extent = parts.files[0].path.clone();
+        other
+            .files
+            .iter()
+            .for_each(|part| assert!(part.remove(None)));
+        assert!(Path::new(&extent).exists());
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);
     }
