@@ -155,7 +155,7 @@ fn look_at_device(name: &DatastoreName, path: &str, (user, state_dir): (User, &P
             NAME,
             format!("{name}: QEMU's users may not open the block device {path}"),
             format!(
-                "let their group do so, with a udev rule that lasts: chgrp {} {path}; chmod 660 {path}",
+                "let their group do so: chgrp {} {path}; chmod 660 {path}, and so that it lasts over a boot by a rule of udev, as docs/configuration.md has it",
                 user.gid
             ),
         );

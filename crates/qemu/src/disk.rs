@@ -29,7 +29,9 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    #[error("the disk image {path} does not exist: copy it there or correct the VM")]
+    #[error(
+        "the disk image {path} does not exist: see that its storage is mounted; where it was never there, copy it there or correct the VM"
+    )]
     Missing { path: PathBuf },
     /// A file that is made there would be in memory, and gone with the next boot.
     #[error("{}", crate::device::is_missing(&.path.to_string_lossy()))]

@@ -264,10 +264,10 @@ impl Vm {
                 "disk-error: the guest is paused, since the storage of {path} of disk '{disk}' fails: it is tried again each minute, and 'godwit vm resume {vm}' tries it at once"
             ),
             Some(WaitsForRoom { disk, path, .. }) => format!(
-                "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
+                "disk-full: the guest is paused, since {path} of disk '{disk}' has no room left: make room there, or move the disk, unless it has snapshots, with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
             None => format!(
-                "disk-full: the guest is paused until its disks have room, or do what it asked again: make some, or move them with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
+                "disk-full: the guest is paused until its disks have room, or do what it asked again: make some, or move those without snapshots with 'godwit vm move-disk {vm} --to DATASTORE', and it goes on by itself"
             ),
         })
     }

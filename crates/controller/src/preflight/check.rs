@@ -207,6 +207,8 @@ fn no_common_version(facts: &Facts) -> Option<ApiError> {
 /// Both hosts have to know how disks go along that consist of several images.
 fn without_snapshots(facts: &Facts) -> Option<ApiError> {
     let disk = facts.disks.iter().find(|disk| disk.layered)?;
+    // Of a VM process that does not answer just now, which is said, nothing is known.
+    facts.vm.accelerator?;
     let (vm, destination) = (vm_process(&facts.vm), &facts.destination);
     let common = vm.speaks.migration.common(destination.speaks.migration);
     if common.is_none_or(|common| common >= MIGRATION_WITH_SNAPSHOTS) {

@@ -268,6 +268,27 @@ fn it_is_said_whether_a_linked_disk_stays_so_and_one_that_may_not_become_one_ima
     assert!(message.contains("/srv/base.raw") && message.contains("has snapshots"));
 }
 
+/// Its VM process was killed just before, and it was said that it is of an unknown version, and to be renewed.
+#[test]
+fn of_a_vm_process_that_does_not_answer_no_version_is_blamed() {
+    let mut facts = facts();
+    facts.disks = vec![linked(true)];
+    facts.stay_linked = vec!["root".to_owned()];
+    let versions = |facts: &Facts| {
+        let refused = check(facts).0.refusals.into_iter();
+        refused.filter(|one| one.message.contains("renew")).count()
+    };
+    assert_eq!(versions(&facts), 1, "one of before says what runs its VM");
+    facts.vm.accelerator = None;
+    assert_eq!(versions(&facts), 0);
+    let (report, _) = check(&facts);
+    let mut told = report.refusals.iter();
+    assert!(
+        told.any(|one| one.message.contains("try again")),
+        "{report:?}"
+    );
+}
+
 #[test]
 fn disks_that_take_no_redo_logs_are_refused_before_the_migration_begins() {
     let mut facts = facts();

@@ -12,6 +12,7 @@ use super::history;
 use super::left::{Copying, follow};
 use super::parts::Parts;
 use super::redo::must_take_logs;
+use super::room::must_have_room_for_an_image;
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::tree::NewImage;
@@ -220,6 +221,11 @@ impl Served {
                     place.path
                 );
                 return Err(self.not_so(&why));
+            }
+            Ok(false) if self.may_have_layers(spec) => {
+                must_have_room_for_an_image(&spec.path).map_err(|why| {
+                    self.not_so(&format!("its disk '{name}' is not moved: {why}"))
+                })?;
             }
             Ok(_) => {}
         }

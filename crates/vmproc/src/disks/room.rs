@@ -41,7 +41,7 @@ impl FullDisk {
             );
         }
         format!(
-            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there with 'godwit vm move-disk {vm} --to DATASTORE'"
+            "VM '{vm}' is not migrated while its disk '{disk}' is full: make room for {path} on host '{host}', or move the disk there, unless it has snapshots, with 'godwit vm move-disk {vm} --to DATASTORE'"
         )
     }
 }
@@ -118,6 +118,17 @@ impl Served {
     }
 }
 
+/// Refuses a file system on which not even another image without content has room.
+pub(super) fn must_have_room_for_an_image(path: &str) -> Result<(), String> {
+    let found = statvfs(path).map_err(|error| format!("{path}: {error}"))?;
+    match found.f_bavail.saturating_mul(found.f_frsize) >= ENOUGH {
+        true => Ok(()),
+        false => Err(format!(
+            "{path} has no room for one more image beside it, with which a disk that has snapshots begins to move: make room there first"
+        )),
+    }
+}
+
 /// Whether a disk has room that it did not have when it had least, or lies elsewhere by now.
 fn has_more(least: &mut Vec<Room>, now: Vec<Room>) -> bool {
     let before = std::mem::take(least);
@@ -136,6 +147,17 @@ fn has_more(least: &mut Vec<Room>, now: Vec<Room>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_disk_with_snapshots_begins_to_move_only_where_one_more_image_has_room() {
+        assert_eq!(must_have_room_for_an_image("/var/tmp"), Ok(()));
+        // It tells of no room at all.
+        let refused = must_have_room_for_an_image("/proc/self").unwrap_err();
+        assert!(
+            refused.contains("has no room for one more image"),
+            "{refused}"
+        );
+    }
 
     #[test]
     fn room_counts_from_where_there_was_least_and_another_place_is_tried_at_once() {
