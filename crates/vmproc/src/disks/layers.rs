@@ -16,7 +16,8 @@ use crate::adoption::lock;
 use crate::files::Paths;
 use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
-    Delta, NewDelta, Opening, Outliving, create, describe_over, is_frozen,
+    Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_frozen,
+    read_descriptor,
 };
 use godwit_delta::{Id, Parent};
 use godwit_qemu::user::User;
@@ -378,14 +379,60 @@ impl Place<'_> {
         opened.map_err(|error| error.to_string())
     }
 
-    /// Has a delta say over what it lies now.
-    pub fn describe_anew(&self, images: &Images, name: &str) -> Result<(), String> {
-        let image = images.images.get(name);
-        let over = image.and_then(|image| image.over.as_deref());
-        let over = over.ok_or_else(|| format!("{name} lies over nothing"))?;
-        let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
-        let descriptor = self.descriptor(images, name);
-        self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
+    /// Has the image to which the disk is linked be described, where nobody has done that: on another host its disk may have come without.
+    fn describe_common(&self, images: &Images) -> Result<(), String> {
+        let Some(common) = images.common() else {
+            return Ok(());
+        };
+        let descriptor = self.descriptor(images, common.path);
+        let name = Path::new(common.path)
+            .file_name()
+            .and_then(|name| name.to_str());
+        let id = Id::of_digits(common.id).ok_or("the number of an image is none")?;
+        let told = (images.bytes, id.cid());
+        self.as_opener(|| match (descriptor.symlink_metadata(), name) {
+            (Err(error), Some(name)) if error.kind() == io::ErrorKind::NotFound => {
+                describe_base(&descriptor, name, told)
+                    .map(drop)
+                    .map_err(not_done)
+            }
+            _ => Ok(()),
+        })
+    }
+
+    /// Has each delta say over what it lies, where it says something else: whoever changed that may have died before. Nobody here goes by it.
+    pub fn describe_where_wrong(&self, images: &Images) {
+        if let Err(why) = self.describe_common(images) {
+            let disk = &self.spec.name;
+            tracing::info!(
+                disk,
+                why,
+                "the image to which a disk is linked is not described: qemu-img does not read the disk"
+            );
+        }
+        for (name, image) in images.deltas() {
+            let Some(over) = image.over.as_deref() else {
+                continue;
+            };
+            let descriptor = self.descriptor(images, name);
+            let parent = self.parent_of(images, over, images.elsewhere.get(name));
+            let described = parent.and_then(|parent| {
+                let said = self.as_opener(|| read_descriptor(&descriptor).map_err(not_done))?;
+                match said.parent.as_ref() == Some(&parent) {
+                    true => Ok(()),
+                    false => {
+                        self.as_opener(|| describe_over(&descriptor, &parent).map_err(not_done))
+                    }
+                }
+            });
+            if let Err(why) = described {
+                tracing::info!(
+                    name,
+                    why,
+                    "an image may name another one below it than there is: qemu-img does not find its way"
+                );
+            }
+        }
     }
 
     fn open_extent(

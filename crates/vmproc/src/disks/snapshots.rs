@@ -70,7 +70,12 @@ impl All<'_> {
     }
 
     pub(super) fn refused(&self, spec: &DiskSpec, why: &str) -> ApiError {
-        refused(self.config, spec, &why)
+        let error = refused(self.config, spec, &why);
+        // Nobody asked for anything wrong: the disk, or its storage, is not so that it can be done.
+        ApiError {
+            code: ErrorCode::WrongState,
+            ..error
+        }
     }
 
     pub(super) fn not_so(&self, why: &str) -> ApiError {
@@ -202,6 +207,7 @@ impl All<'_> {
                 Ok(one) => changed.push(one),
                 Err(why) => {
                     self.unmake(&changed);
+                    self.remove_unnamed();
                     return Err(self.refused(spec, &why));
                 }
             }
@@ -232,6 +238,21 @@ impl All<'_> {
         for (spec, one) in self.specs.iter().zip(changed) {
             let (name, id) = (&one.fresh.name, &one.fresh.id);
             self.place(spec).remove(&one.now, name, Some(id));
+        }
+    }
+
+    /// Removes what else was made beside them and is named by no description.
+    fn remove_unnamed(&self) {
+        for spec in &self.specs {
+            let place = self.place(spec);
+            match place.load() {
+                Ok(images) => place.remove_unnamed(&images),
+                Err(why) => tracing::info!(
+                    disk = spec.name,
+                    why,
+                    "what was made beside a disk for a snapshot that is none may be left there"
+                ),
+            }
         }
     }
 
@@ -373,17 +394,30 @@ impl All<'_> {
         format!("snapshot '{name}' of VM '{vm}' is taken, of {disks}{waited}{like}")
     }
 
-    /// All of its disks have it. Before this a snapshot counts as one that may be a half, and as one after a power cut.
-    pub(super) fn note_taken(&self, name: &SnapshotName, quiesced: bool) -> Result<(), ApiError> {
-        for (spec, images) in self.specs.iter().zip(self.load()?) {
-            let now = images.taken(name, quiesced);
+    /// All of its disks have it. Before this a snapshot counts as one that may be a half, and as one after a power cut. Where it cannot be written down the
+    /// snapshot is there all the same, and whoever settles halves writes it. Returns how its file systems are in it.
+    pub(super) fn note_taken(
+        &self,
+        name: &SnapshotName,
+        quiesced: Result<(), String>,
+    ) -> Result<(), String> {
+        for (spec, images) in self.specs.iter().zip(self.load().unwrap_or_default()) {
+            let now = images.taken(name, quiesced.is_ok());
             if now == images {
                 continue;
             }
-            let saved = self.place(spec).save(&now);
-            saved.map_err(|why| self.refused(spec, &why))?;
+            if let Err(why) = self.place(spec).save(&now) {
+                tracing::warn!(
+                    disk = spec.name,
+                    why,
+                    "that a snapshot is complete is not written yet"
+                );
+                return quiesced.and(Err(format!(
+                    "that its file systems stood still could not be written down: {why}"
+                )));
+            }
         }
-        Ok(())
+        quiesced
     }
 }
 
@@ -453,8 +487,8 @@ impl AtRest {
         }
         match all.commit(&changed) {
             Ok(()) => {
-                all.note_taken(&wish.name, false)?;
-                Ok(all.taken(wish, None, Err(String::new())))
+                let off = all.note_taken(&wish.name, Err(String::new()));
+                Ok(all.taken(wish, None, off))
             }
             Err((error, unsure)) => {
                 if unsure.is_empty() {

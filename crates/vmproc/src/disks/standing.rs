@@ -70,7 +70,7 @@ impl Disks {
             served.tidying_is_due();
             return Err(all.not_so(why));
         }
-        all.note_taken(&wish.name, quiesced.is_ok())?;
+        let quiesced = all.note_taken(&wish.name, quiesced);
         if forgot {
             served.tidying_is_due();
         }

@@ -45,6 +45,8 @@ pub(super) struct Tidies {
     paused: AtomicU32,
     /// Nothing was left when a thread looked last, or one looks that was not asked again since it began.
     is_done: AtomicBool,
+    /// What a predecessor may have left half done is seen to.
+    is_settled: AtomicBool,
     /// When a thread began or ended last; nothing where it was asked for since.
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
@@ -197,7 +199,9 @@ impl Served {
 
     /// Begins to give up what nobody needs, unless a thread is at it, or nothing is left, or one has tried it just now.
     pub(super) fn begin_tidying(self: &Arc<Self>) {
-        if lock(&self.layered).is_empty() || self.still_comes() || !self.tidies.may_begin() {
+        let has_none =
+            self.tidies.is_settled.load(Ordering::SeqCst) && lock(&self.layered).is_empty();
+        if has_none || self.still_comes() || !self.tidies.may_begin() {
             return;
         }
         let served = Arc::clone(self);
@@ -222,6 +226,7 @@ impl Served {
     fn tidy_all(&self) -> String {
         let what = self.what();
         let mut left = Vec::new();
+        left.extend(self.settle_halves().err());
         for (index, spec) in what.disks.iter().enumerate() {
             if !lock(&self.layered).contains(&spec.name) {
                 continue;
@@ -238,6 +243,26 @@ impl Served {
             left.extend(why.map(|why| format!("disk '{}': {why}", spec.name)));
         }
         left.join("; ")
+    }
+
+    /// Removes what a process that died made for a snapshot that is none, and has images say over what they lie; once, unless it fails.
+    fn settle_halves(&self) -> Result<(), String> {
+        let may = self.held().is_some() && self.tidies.why_not().is_none();
+        if !may || self.tidies.is_settled.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let _one = lock(&self.descriptions);
+        let all = self.all();
+        all.forget_halves().map_err(|error| error.message)?;
+        for (spec, images) in all
+            .specs
+            .iter()
+            .zip(all.load().map_err(|error| error.message)?)
+        {
+            all.place(spec).describe_where_wrong(&images);
+        }
+        self.tidies.is_settled.store(true, Ordering::SeqCst);
+        Ok(())
     }
 
     /// A disk that moves by redo logs needs them as they are.
@@ -278,6 +303,7 @@ impl Served {
             let _one = lock(&self.descriptions);
             if let Some(images) = place.load_of(one.own)? {
                 place.confirm(one.own, &images)?;
+                place.describe_where_wrong(&images);
                 place.remove_what_leaves(&images)?;
             }
             found = place.load_of(one.own)?;
@@ -422,7 +448,7 @@ impl Served {
             });
             end_unless(changed, &one.place.spec, standing);
         }
-        clean_up_after(&one.place, &images, &now);
+        clean_up_after(&one.place, &now);
         Ok(Looked::Further)
     }
 
@@ -458,7 +484,7 @@ impl Served {
             Some(below) => its.get().keep_under(&after, had, below, LOCK_WAIT),
         });
         end_unless(changed, &one.place.spec, standing);
-        clean_up_after(&one.place, &images, &now);
+        clean_up_after(&one.place, &now);
         Ok(Looked::Further)
     }
 
@@ -509,23 +535,14 @@ fn save_or_back<'a>(
     Err(why)
 }
 
-/// Removes what leaves, and has the rest say over what it lies, for others who read it.
-fn clean_up_after(place: &OwnedPlace, before: &Images, now: &Images) {
+/// Has what stays say over what it lies, for others who read it, and removes what leaves: in this order, so that whoever dies in between leaves somebody
+/// who does it again.
+fn clean_up_after(place: &OwnedPlace, now: &Images) {
     let place = place.get();
+    place.describe_where_wrong(now);
+    reached("snapshot.described");
     if let Err(why) = place.remove_what_leaves(now) {
         tracing::info!(why, "an image that nobody needs is not removed yet");
-    }
-    for (name, image) in &before.images {
-        let after = now.images.get(name);
-        if after.is_some_and(|after| after.over != image.over)
-            && let Err(why) = place.describe_anew(now, name)
-        {
-            tracing::info!(
-                name,
-                why,
-                "an image names one below it that is gone: qemu-img does not find its way"
-            );
-        }
     }
 }
 

@@ -22,6 +22,8 @@ use std::path::Path;
 const KEPT_MAX: u32 = 1024;
 /// Numbers beyond this are nobody's: what counts on from them would come to an end.
 const NUMBER_MAX: u64 = 1 << 32;
+/// The end of a name that an image has, or its descriptor, until all of it is there.
+const UNFINISHED: &str = ".new";
 /// So many names are tried for a new image.
 const NUMBERS_MAX: usize = 64;
 
@@ -102,7 +104,7 @@ impl Place<'_> {
         }
     }
 
-    /// Removes deltas beside the disk that no description names and that hold nothing: a process that died made them for a snapshot.
+    /// Removes deltas beside the disk that no description names and that hold nothing, and what was to be one: a process that died made them for a snapshot.
     pub fn remove_unnamed(&self, images: &Images) {
         let kept = match self.kept_names() {
             Ok(kept) => kept,
@@ -115,6 +117,7 @@ impl Place<'_> {
                 return;
             }
         };
+        self.remove_unfinished();
         let mut unnamed = self.unnamed(images).unwrap_or_default();
         unnamed.retain(|(name, _)| !kept.contains(name));
         for (name, _) in unnamed {
@@ -128,6 +131,34 @@ impl Place<'_> {
         {
             let disk = &self.spec.name;
             tracing::info!(disk, why, "a descriptor that is not needed stays");
+        }
+    }
+
+    /// Removes files that were to get the names of images, or of their descriptors, and did not.
+    fn remove_unfinished(&self) {
+        let own = self.file_name().unwrap_or_default();
+        let is_of_own = |name: &str| {
+            let stem = files::of_extent(name).or_else(|| files::of_descriptor(name));
+            stem.is_some_and(|stem| stem == own || files::number_of(own, stem).is_some())
+        };
+        let is_unfinished = |name: &str| name.strip_suffix(UNFINISHED).is_some_and(is_of_own);
+        let above = self.path().parent().unwrap_or(Path::new("/"));
+        let removed = self.as_opener(|| {
+            for entry in above.read_dir()? {
+                let entry = entry?;
+                if entry.file_name().to_str().is_some_and(is_unfinished) {
+                    images::remove(&entry.path());
+                }
+            }
+            Ok(())
+        });
+        if let Err(why) = removed {
+            let disk = &self.spec.name;
+            tracing::info!(
+                disk,
+                why,
+                "images that were not made to their end may be left beside it"
+            );
         }
     }
 
