@@ -14,6 +14,9 @@ const NUMBERED: &str = ".d";
 const DESCRIPTOR: &str = ".vmdk";
 const EXTENT: &str = "-sesparse.vmdk";
 
+/// The end of a file's name until all of it is there: of an extent, and of a descriptor.
+pub const UNFINISHED: &str = ".new";
+
 /// How the delta of this number is called of the disk whose own file has this name.
 pub fn delta(own: &str, number: u64) -> String {
     format!("{own}{NUMBERED}{number}")

@@ -34,7 +34,7 @@ pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
     let path = new.descriptor.with_file_name(&extent);
     // Nothing is made that could not be described.
     described(new)?;
-    let fresh = with_suffix(&path, ".new");
+    let fresh = with_suffix(&path, files::UNFINISHED);
     let made = make_fresh(&fresh).map_err(|source| failed("create", &fresh, source))?;
     let filled = lock_new(&made, &fresh, "creator").and_then(|()| {
         let filled = fill(&made, &layout_of(&path, new.bytes)?, new.id);
@@ -48,7 +48,7 @@ pub fn create(new: &NewDelta<'_>) -> Result<Parent, Error> {
     describe_delta(new).inspect_err(|_| give_up(&path))
 }
 
-/// What was not made to its end takes no room; where it cannot be removed whoever makes another one does that.
+/// What was not made to its end takes no room.
 fn give_up(path: &Path) {
     let _ = std::fs::remove_file(path); // why it was not made is told
 }
@@ -130,7 +130,7 @@ pub fn describe_over(descriptor: &Path, parent: &Parent) -> Result<(), Error> {
     };
     let text = described.encode();
     let text = text.map_err(|why| unusable(descriptor, &why.to_string()))?;
-    let fresh = with_suffix(descriptor, ".new");
+    let fresh = with_suffix(descriptor, files::UNFINISHED);
     let written = make_fresh(&fresh).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
@@ -181,7 +181,7 @@ fn fill(file: &File, layout: &Layout, id: Id) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Gives a file its name, which nobody else has, durably.
+/// Gives a file its name, which nobody else has, durably; where that is not certain the name is taken back.
 fn name(file: &File, from: &Path, to: &Path) -> io::Result<()> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         // NFS cannot.
@@ -192,13 +192,14 @@ fn name(file: &File, from: &Path, to: &Path) -> io::Result<()> {
         renamed => renamed?,
     }
     let directory = to.parent().filter(|path| !path.as_os_str().is_empty());
-    File::open(directory.unwrap_or(Path::new(".")))?.sync_all()?;
+    let synced = File::open(directory.unwrap_or(Path::new("."))).and_then(|it| it.sync_all());
     // An XFS that was shut down tells of it only here.
-    file.sync_all()
+    let synced = synced.and_then(|()| file.sync_all());
+    synced.inspect_err(|_| give_up(to))
 }
 
 fn write_new(path: &Path, text: &str) -> Result<(), Error> {
-    let fresh = with_suffix(path, ".new");
+    let fresh = with_suffix(path, files::UNFINISHED);
     let written = make_fresh(&fresh).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;

@@ -123,7 +123,7 @@ struct Run<'r, 'a, A, I> {
 }
 
 impl<A: Fn() -> I, I: Iterator<Item = Move>> Unwritten for Run<'_, '_, A, I> {
-    fn parts(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
+    fn course_path_outlet(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
         let sending = &mut *self.sending;
         (sending.course, &sending.path, &mut *sending.outlet)
     }
@@ -136,11 +136,11 @@ impl<A: Fn() -> I, I: Iterator<Item = Move>> Unwritten for Run<'_, '_, A, I> {
         self.next.extend(parts_in((self.all)(), lost));
     }
 
-    fn is_given(&mut self) -> bool {
+    fn has_next(&mut self) -> bool {
         if self.next.is_empty() {
             self.next.extend(self.first.next());
         }
-        self.next.is_empty()
+        !self.next.is_empty()
     }
 
     fn give_next(&mut self) -> Result<(), Error> {

@@ -103,7 +103,7 @@ impl<'a> Still<'a> {
 }
 
 impl Unwritten for Still<'_> {
-    fn parts(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
+    fn course_path_outlet(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static)) {
         (self.course, self.image.path(), &mut *self.outlet)
     }
 
@@ -118,8 +118,8 @@ impl Unwritten for Still<'_> {
         }
     }
 
-    fn is_given(&mut self) -> bool {
-        self.left.is_empty()
+    fn has_next(&mut self) -> bool {
+        !self.left.is_empty()
     }
 
     fn give_next(&mut self) -> Result<(), Error> {
@@ -133,17 +133,13 @@ impl Unwritten for Still<'_> {
             self.left.push_front(range);
         }
         self.left_bytes = self.left_bytes.saturating_sub(piece.end - piece.start);
-        self.tell_left();
-        if self.outlet.try_clone(&piece) {
-            return Ok(());
+        if !self.outlet.try_clone(&piece) {
+            let (at, to) = (piece.start, (self.course, &mut *self.outlet));
+            let from = (&self.file, self.image.path());
+            copy_piece(from, (at, piece), to, self.begins + at)?;
         }
-        let (at, to) = (piece.start, (self.course, &mut *self.outlet));
-        copy_piece(
-            (&self.file, self.image.path()),
-            (at, piece),
-            to,
-            self.begins + at,
-        )
+        self.tell_left();
+        Ok(())
     }
 }
 

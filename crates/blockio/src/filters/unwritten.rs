@@ -22,7 +22,7 @@ pub(super) const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// What is copied.
 pub(super) trait Unwritten {
     /// Where the copying stands, the file, and what takes the copy.
-    fn parts(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static));
+    fn course_path_outlet(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static));
 
     /// Whether it keeps to the cap.
     fn is_capped(&self) -> bool;
@@ -30,9 +30,10 @@ pub(super) trait Unwritten {
     /// Has what the other side lost copied again.
     fn copy_again(&mut self, lost: Vec<Range<u64>>);
 
-    /// Whether nothing is left to be given.
-    fn is_given(&mut self) -> bool;
+    /// Whether there is something to be given still, which [`Self::give_next`] gives.
+    fn has_next(&mut self) -> bool;
 
+    /// Gives a piece of it; nothing where there is none.
     fn give_next(&mut self) -> Result<(), Error>;
 }
 
@@ -47,7 +48,7 @@ pub(super) fn copy_all<U: Unwritten>(
         if !goes_on(copied) {
             return Ok(false);
         }
-        let (course, path, _) = copied.parts();
+        let (course, path, _) = copied.course_path_outlet();
         if let Some(reason) = course.failure() {
             let path = path.to_owned();
             return Err(Error::Unusable { path, reason });
@@ -56,9 +57,9 @@ pub(super) fn copy_all<U: Unwritten>(
         if !lost.is_empty() {
             copied.copy_again(lost);
         }
-        if copied.is_given() {
+        if !copied.has_next() {
             // In this order: what does not come is told of as lost before it counts as done.
-            if under_way() == 0 && !copied.parts().0.has_lost() {
+            if under_way() == 0 && !copied.course_path_outlet().0.has_lost() {
                 return Ok(true);
             }
         } else if may_give(copied) {
@@ -72,7 +73,7 @@ pub(super) fn copy_all<U: Unwritten>(
 /// Whether one more piece may be read; counts for what it is waited until it is looked again.
 fn may_give(copied: &mut impl Unwritten) -> bool {
     let is_capped = copied.is_capped();
-    let (course, _, outlet) = copied.parts();
+    let (course, _, outlet) = copied.course_path_outlet();
     let is_held = is_capped && course.0.pace.region_limit(Instant::now()) == Some(0);
     let takes = !outlet.is_silent() && outlet.region_limit() > 0;
     let mut waited = lock(&course.0.wait_times);
