@@ -173,7 +173,7 @@ pub struct DiskIteration {
     pub deferred_bytes: u64,
 }
 
-/// What the iterations came to of one disk that goes along with its VM by dirty block tracking.
+/// What the iterations came to of one disk that goes along with its VM by dirty block tracking, or by redo logs: its image, and one log after the other.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DiskIterations {
     pub disk: String,

@@ -161,7 +161,7 @@ fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
     if !place::has_room(&spec, destination) {
         found.push(Finding::Guessed(place::no_room(&spec, destination)));
     }
-    if vm.accelerator.is_none() {
+    if is_silent(vm) {
         let message = format!(
             "host {} does not say what runs VM {}: try again",
             source.name, spec.name
@@ -188,8 +188,16 @@ pub fn vm_process(vm: &HostVm) -> Build {
     })
 }
 
+/// Whether its VM process does not answer just now: of what it speaks nothing is known then.
+fn is_silent(vm: &HostVm) -> bool {
+    vm.accelerator.is_none()
+}
+
 /// Both sides of a migration speak one version of its control channel.
 fn no_common_version(facts: &Facts) -> Option<ApiError> {
+    if is_silent(&facts.vm) {
+        return None;
+    }
     let (source, destination) = (&facts.source, &facts.destination);
     let there = Build {
         version: destination.version.clone(),
@@ -206,9 +214,8 @@ fn no_common_version(facts: &Facts) -> Option<ApiError> {
 
 /// Both hosts have to know how disks go along that consist of several images.
 fn without_snapshots(facts: &Facts) -> Option<ApiError> {
-    let disk = facts.disks.iter().find(|disk| disk.layered)?;
-    // Of a VM process that does not answer just now, which is said, nothing is known.
-    facts.vm.accelerator?;
+    let mut disks = facts.disks.iter().filter(|_| !is_silent(&facts.vm));
+    let disk = disks.find(|disk| disk.layered)?;
     let (vm, destination) = (vm_process(&facts.vm), &facts.destination);
     let common = vm.speaks.migration.common(destination.speaks.migration);
     if common.is_none_or(|common| common >= MIGRATION_WITH_SNAPSHOTS) {
