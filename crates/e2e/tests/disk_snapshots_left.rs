@@ -60,7 +60,7 @@ fn a_process_that_dies_as_an_image_is_given_up_leaves_a_chain_that_qemu_img_read
         // Whoever asked may hear nothing of it.
         drop(delete(&site, "first"));
         has_died(&site.pair.a).with_context(|| point)?;
-        until("more than one delta is left", || {
+        until("not one delta alone is left", || {
             let files = site.images(&site.pair.a)?;
             let deltas = files.iter().filter(|file| file.ends_with("-sesparse.vmdk"));
             Ok(deltas.count() == 1)

@@ -51,6 +51,7 @@ mod second;
 mod sending_logs;
 mod served;
 mod setting_out;
+mod settling;
 mod snapshots;
 mod standing;
 mod switching;

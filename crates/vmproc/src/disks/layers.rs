@@ -384,24 +384,23 @@ impl Place<'_> {
         let Some(common) = images.common() else {
             return Ok(());
         };
+        let name = Path::new(common.path).file_name();
+        let name = name.and_then(|name| name.to_str());
+        let name = name.ok_or_else(|| format!("{} names no file", common.path))?;
+        let id = Id::of_digits(common.id).ok_or("its number is none")?;
         let descriptor = self.descriptor(images, common.path);
-        let name = Path::new(common.path)
-            .file_name()
-            .and_then(|name| name.to_str());
-        let id = Id::of_digits(common.id).ok_or("the number of an image is none")?;
-        let told = (images.bytes, id.cid());
-        self.as_opener(|| match (descriptor.symlink_metadata(), name) {
-            (Err(error), Some(name)) if error.kind() == io::ErrorKind::NotFound => {
-                describe_base(&descriptor, name, told)
-                    .map(drop)
-                    .map_err(not_done)
+        self.as_opener(|| match descriptor.symlink_metadata() {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let described = describe_base(&descriptor, name, (images.bytes, id.cid()));
+                described.map(drop).map_err(not_done)
             }
-            _ => Ok(()),
+            Err(error) => Err(error.into()),
         })
     }
 
-    /// Has each delta say over what it lies, where it says something else: whoever changed that may have died before. Nobody here goes by it.
-    pub fn describe_where_wrong(&self, images: &Images) {
+    /// Has all that the disk consists of be described as it is, for others who read the chain.
+    pub fn describe_chain(&self, images: &Images) {
         if let Err(why) = self.describe_common(images) {
             let disk = &self.spec.name;
             tracing::info!(
@@ -410,6 +409,11 @@ impl Place<'_> {
                 "the image to which a disk is linked is not described: qemu-img does not read the disk"
             );
         }
+        self.describe_where_wrong(images);
+    }
+
+    /// Has each delta say over what it lies, where it says something else: whoever changed that may have died before. Nobody here goes by it.
+    pub fn describe_where_wrong(&self, images: &Images) {
         for (name, image) in images.deltas() {
             let Some(over) = image.over.as_deref() else {
                 continue;

@@ -88,9 +88,13 @@ impl Served {
     /// This is what a disk consists of; nothing of one that is one image.
     pub(super) fn note_images(&self, disk: &str, images: Option<&Images>) {
         match images {
-            Some(_) => lock(&self.layered).insert(disk.to_owned()),
-            None => lock(&self.layered).remove(disk),
-        };
+            // Whoever looked for what is to be merged before did not know of it.
+            Some(_) if lock(&self.layered).insert(disk.to_owned()) => self.tidies.is_due(),
+            Some(_) => {}
+            None => {
+                lock(&self.layered).remove(disk);
+            }
+        }
         match images.and_then(Images::common) {
             Some(common) => lock(&self.linked).insert(disk.to_owned(), common.path.to_owned()),
             None => lock(&self.linked).remove(disk),

@@ -5,7 +5,7 @@
 //! at one stop of the guest for what is at the next.
 
 use crate::adoption::lock;
-use godwit_types::disk_move::{DiskIterations, SentLogs};
+use godwit_types::disk_move::{DiskIteration, DiskIterations, SentLogs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -64,7 +64,9 @@ struct State {
 pub(super) struct Shared {
     state: Mutex<State>,
     told: Condvar,
+    /// Bytes that the step under way has still to send,
     left: AtomicU64,
+    /// and those that all steps have sent.
     copied: AtomicU64,
 }
 
@@ -87,7 +89,7 @@ impl Shared {
             }
             false => Guest::Runs,
         };
-        (state.is_asked, state.last_log) = (false, None);
+        (state.is_asked, state.wants_another, state.last_log) = (false, false, None);
         self.tell(&mut state);
     }
 
@@ -210,16 +212,47 @@ impl Shared {
         self.left.store(bytes, Ordering::Relaxed);
     }
 
-    /// So many bytes were given, and so many are left of this step.
-    pub fn give(&self, bytes: u64, left: u64) {
+    /// So many more bytes were given. The thread alone tells of them.
+    pub fn give(&self, bytes: u64) {
+        let left = self.left.load(Ordering::Relaxed).saturating_sub(bytes);
         self.left.store(left, Ordering::Relaxed);
         self.copied.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Changes what is told of the steps that have ended, and of the logs.
-    pub fn note(&self, change: impl FnOnce(&mut Vec<DiskIterations>, &mut SentLogs)) {
+    /// A step has come to this of each of these disks; there are so many logs of each by now, and for so long the guest waited until they were put over.
+    pub fn step_ended(&self, ended: Vec<(&str, DiskIteration)>, (logs, frozen): (u32, Duration)) {
         let state = &mut *lock(&self.state);
-        change(&mut state.iterations, &mut state.sent);
+        (state.sent.logs, state.sent.frozen_ms) = (logs, frozen.as_secs_f64() * 1e3);
+        for (disk, iteration) in ended {
+            let mut known = state.iterations.iter_mut();
+            if let Some(of) = known.find(|of| of.disk == disk) {
+                let number = of.iterations.len() as u32 + 1;
+                of.iterations.push(DiskIteration {
+                    number,
+                    ..iteration
+                });
+                continue;
+            }
+            state.iterations.push(DiskIterations {
+                disk: disk.to_owned(),
+                iterations: vec![DiskIteration {
+                    number: 1,
+                    ..iteration
+                }],
+            });
+        }
+    }
+
+    /// All logs take so many bytes now.
+    pub fn take(&self, bytes: u64) {
+        let max = &mut lock(&self.state).sent.space_max_bytes;
+        *max = bytes.max(*max);
+    }
+
+    /// The guest is slowed to this part of what it does now.
+    pub fn slow(&self, part: f64) {
+        let slowed = &mut lock(&self.state).sent.slowed_to;
+        *slowed = Some(slowed.unwrap_or(1.0) * part);
     }
 }
 
@@ -272,8 +305,57 @@ mod tests {
         shared.is_ready();
         shared.turn(true);
         assert!(!shared.take_asked());
+        shared.turn(false);
+        shared.set_last_log(Some(last(2.0)));
+        assert!(!shared.is_ready());
+        shared.turn(true);
+        shared.turn(false);
+        assert!(!shared.take_wish(last(2.0)), "it was for a log of before");
+        shared.turn(true);
         shared.set_last_log(Some(last(1.0)));
         assert!(!shared.is_close(1.0) && !shared.is_ready());
+    }
+
+    #[test]
+    fn each_step_is_told_of_each_disk_and_of_the_logs_what_was_most() {
+        let shared = Shared::default();
+        let step = |copied_bytes| DiskIteration {
+            copied_bytes,
+            ..DiskIteration::default()
+        };
+        shared.step_ended(
+            vec![("root", step(9)), ("data", step(4))],
+            (1, Duration::ZERO),
+        );
+        shared.step_ended(
+            vec![("root", step(3)), ("data", step(2))],
+            (2, Duration::from_millis(7)),
+        );
+        for bytes in [5, 8, 6] {
+            shared.take(bytes);
+        }
+        [0.5, 0.5].into_iter().for_each(|part| shared.slow(part));
+        let (iterations, sent) = shared.came_to();
+        let told = iterations.iter().map(|of| {
+            let all = of.iterations.iter();
+            let all: Vec<_> = all.map(|one| (one.number, one.copied_bytes)).collect();
+            (of.disk.as_str(), all)
+        });
+        let told: Vec<_> = told.collect();
+        assert_eq!(
+            told,
+            [
+                ("root", vec![(1, 9), (2, 3)]),
+                ("data", vec![(1, 4), (2, 2)])
+            ]
+        );
+        let all = SentLogs {
+            logs: 2,
+            space_max_bytes: 8,
+            frozen_ms: 7.0,
+            slowed_to: Some(0.25),
+        };
+        assert_eq!(sent, all);
     }
 
     #[test]

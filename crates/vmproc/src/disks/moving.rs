@@ -455,7 +455,7 @@ impl SourceDisks {
         last_copy_limit_s(held.max().unwrap_or_default().as_secs_f64())
     }
 
-    /// The guest stands still: all that is marked is copied, and nothing more is let in until they are opened.
+    /// The guest stands still: all that is marked is copied, or its last logs are sent, and nothing more is let in until they are opened.
     pub(crate) fn close(&self) {
         self.disks.iter().for_each(|disk| disk.course.close());
         if let Way::ByLogs(logs) = &self.way {
@@ -472,7 +472,7 @@ impl SourceDisks {
     }
 
     /// What becomes less as long as anything is copied: of each disk whose writes are tracked, nothing where nothing is waited for; of
-    /// mirrored ones together.
+    /// mirrored ones, and of those that go by redo logs, together.
     pub(super) fn not_copied(&self) -> Vec<Option<u64>> {
         let of = |disk: &Along| {
             let course = &disk.course;

@@ -160,18 +160,18 @@ impl Part {
     }
 
     /// Whether it is this, though its file system may be another one: it says so, or it holds nothing, since a power cut took what it was to say.
-    fn is_it(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> bool {
-        let is_its_number = self.image.is_some_and(|image| image.1 == number);
-        let Some(file) = entry.open().ok().filter(|_| is_its_number) else {
-            return false;
-        };
-        if holds_nothing(&file).unwrap_or(false) {
-            return true;
+    fn is_this_part(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> io::Result<bool> {
+        if self.image.is_none_or(|image| image.1 != number) {
+            return Ok(false);
+        }
+        let file = entry.open()?;
+        if holds_nothing(&file)? {
+            return Ok(true);
         }
         let id = Id::of_digits(&self.id);
         let path = Path::new(&self.path);
         let looked = id.map(|id| is_frozen((file, path), id, BLOCK));
-        looked.is_some_and(|looked| looked.is_ok())
+        Ok(looked.is_some_and(|looked| looked.is_ok()))
     }
 
     /// `device`: on which the disk's own image is now.
@@ -188,10 +188,16 @@ impl Part {
                 let mut devices = device.into_iter().chain([image.0]);
                 (devices.any(|device| entry.is_on(device)), true)
             }
-            Found::File(found) if found == image || self.is_it(found, &entry) => {
-                (entry.remove(), true)
-            }
-            Found::File(_) | Found::Other => (true, false),
+            Found::File(found) if found == image => (entry.remove(), true),
+            Found::File(found) => match self.is_this_part(found, &entry) {
+                Ok(true) => (entry.remove(), true),
+                Ok(false) => (true, false),
+                Err(error) => {
+                    tracing::warn!(path = %path.display(), %error, "it is not known whether a file is a part of a disk: it stays");
+                    (false, false)
+                }
+            },
+            Found::Other => (true, false),
         });
         let (is_gone, was_it) =
             looked.unwrap_or_else(|error| (!may_be_away(path) && is_away(path, &error), false));
@@ -310,7 +316,8 @@ mod tests {
         let (device, number) = part.image.unwrap();
         part.image = Some((device + 1, number));
         let id = std::mem::replace(&mut part.id, "02".repeat(16));
-        assert!(!part.is_it((device, number), &Entry::at(Path::new(&part.path)).unwrap()));
+        let entry = Entry::at(Path::new(&part.path)).unwrap();
+        assert!(!part.is_this_part((device, number), &entry).unwrap());
         part.id = id;
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);

@@ -8,6 +8,7 @@ use super::Disks;
 use super::served::Served;
 use crate::adoption::lock;
 use crate::faults::planted;
+use godwit_delta::Layout;
 use godwit_types::host_api::VmProcessConfig;
 use rustix::fs::statvfs;
 use std::io;
@@ -19,6 +20,8 @@ use std::time::{Duration, Instant};
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// So much more is enough to try it.
 const ENOUGH: u64 = 1 << 20;
+/// What an image without content takes beside its directory: its head, its descriptor, and the description of its disk.
+const ONE_IMAGE_MORE: u64 = 256 << 10;
 /// When it is tried in any case.
 const IN_ANY_CASE: Duration = Duration::from_secs(60);
 
@@ -118,10 +121,14 @@ impl Served {
     }
 }
 
-/// Refuses a file system on which not even another image without content has room.
+/// Refuses the file system of an image on which not even a delta over it without content has room.
 pub(super) fn must_have_room_for_an_image(path: &str) -> Result<(), String> {
-    let found = statvfs(path).map_err(|error| format!("{path}: {error}"))?;
-    match found.f_bavail.saturating_mul(found.f_frsize) >= ENOUGH {
+    let told = |error: &dyn std::fmt::Display| format!("{path}: {error}");
+    let bytes = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+    let layout = Layout::of(bytes).map_err(|error| told(&error))?;
+    let found = statvfs(path).map_err(|error| told(&error))?;
+    let needed = layout.directory().end.saturating_add(ONE_IMAGE_MORE);
+    match found.f_bavail.saturating_mul(found.f_frsize) >= needed {
         true => Ok(()),
         false => Err(format!(
             "{path} has no room for one more image beside it, with which a disk that has snapshots begins to move: make room there first"
@@ -147,12 +154,19 @@ fn has_more(least: &mut Vec<Room>, now: Vec<Room>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd as _;
 
     #[test]
     fn a_disk_with_snapshots_begins_to_move_only_where_one_more_image_has_room() {
-        assert_eq!(must_have_room_for_an_image("/var/tmp"), Ok(()));
-        // It tells of no room at all.
-        let refused = must_have_room_for_an_image("/proc/self").unwrap_err();
+        let image = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        image.as_file().set_len(1 << 30).unwrap();
+        let path = image.path().to_str().unwrap();
+        assert_eq!(must_have_room_for_an_image(path), Ok(()));
+        // A file of memory is on a file system that tells of no room at all.
+        let full = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&full, 1 << 30).unwrap();
+        let path = format!("/proc/self/fd/{}", full.as_raw_fd());
+        let refused = must_have_room_for_an_image(&path).unwrap_err();
         assert!(
             refused.contains("has no room for one more image"),
             "{refused}"

@@ -21,9 +21,8 @@ use godwit_redo::{Bounds, Redo, Step, Work};
 use godwit_snapshots::Images;
 use godwit_streams::source::Changes;
 use godwit_types::MigrationId;
-use godwit_types::disk_move::{DiskIteration, DiskIterations};
+use godwit_types::disk_move::DiskIteration;
 use godwit_vhost::Disk;
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
@@ -57,8 +56,6 @@ struct Context {
     changes: Changes,
     migration: MigrationId,
     shared: Arc<Shared>,
-    /// Bytes that this step has still to send.
-    left: Cell<u64>,
     room: LogsRoom,
 }
 
@@ -72,17 +69,6 @@ impl Context {
 
     fn stands_still(&self, stop: Stop) -> bool {
         self.shared.stop() == Some(stop)
-    }
-
-    fn begins(&self, bytes: u64) {
-        self.left.set(bytes);
-        self.shared.begin(bytes);
-    }
-
-    fn sent(&self, bytes: u64) {
-        let left = self.left.get().saturating_sub(bytes);
-        self.left.set(left);
-        self.shared.give(bytes, left);
     }
 
     /// Whether it goes on with a disk: not where the guest was to stand still, since this stop, and does no more.
@@ -199,7 +185,7 @@ fn send<I: Iterator<Item = Move>>(
     let (mut before, mut stopped) = (0, None);
     let under_way = || context.changes.under_way_bytes();
     let ended = sending.run(all, under_way, |given| {
-        context.sent(given - before);
+        context.shared.give(given - before);
         before = given;
         let goes_on = context.goes_on(who, stop);
         goes_on.unwrap_or_else(|why| {
@@ -248,7 +234,6 @@ impl Sender {
                 changes,
                 migration,
                 shared,
-                left: Cell::default(),
                 room: LogsRoom::default(),
             },
         }
@@ -343,7 +328,7 @@ impl Sender {
         let length =
             |data: &Vec<Range<u64>>| data.iter().map(|range| range.end - range.start).sum();
         let bytes: Vec<u64> = data.iter().map(length).collect();
-        self.context.begins(bytes.iter().sum());
+        self.context.shared.begin(bytes.iter().sum());
         let mut sent = Vec::new();
         for (one, (data, bytes)) in self.disks.iter_mut().zip(data.iter().zip(bytes)) {
             let began = Instant::now();
@@ -365,7 +350,8 @@ impl Sender {
             logs.push((name, bytes));
         }
         self.context
-            .begins(logs.iter().map(|(_, bytes)| bytes).sum());
+            .shared
+            .begin(logs.iter().map(|(_, bytes)| bytes).sum());
         let mut sent = Vec::new();
         for (one, (name, bytes)) in self.disks.iter_mut().zip(logs) {
             let began = Instant::now();
@@ -402,12 +388,10 @@ impl Sender {
         let ((_, now), tops) = (self.begin(), self.tops()?);
         let top = tops.iter().sum();
         self.redo.ended(Work { bytes, seconds }, top);
-        self.context.begins(top);
+        self.context.shared.begin(top);
         self.note_step(sent, &tops);
         if let Some(part) = self.redo.slows_to() {
-            self.context.shared.note(|_, sent| {
-                sent.slowed_to = Some(sent.slowed_to.unwrap_or(1.0) * part);
-            });
+            self.context.shared.slow(part);
             for (one, (began, now)) in self.disks.iter().zip(began.iter().zip(&now)) {
                 self.slow_one(one.index, Some(began.slowed(now, part)));
             }
@@ -430,34 +414,25 @@ impl Sender {
         });
         // They were put over all disks at one moment.
         let frozen = frozen.max().unwrap_or_default();
-        let disks = &self.disks;
-        self.context.shared.note(|iterations, sent_logs| {
-            (sent_logs.logs, sent_logs.frozen_ms) = (logs, frozen.as_secs_f64() * 1e3);
-            if iterations.is_empty() {
-                iterations.extend(disks.iter().map(|one| DiskIterations {
-                    disk: one.name().to_owned(),
-                    iterations: Vec::new(),
-                }));
-            }
-            for (of, (sent, dirty)) in iterations.iter_mut().zip(sent.iter().zip(tops)) {
-                of.iterations.push(DiskIteration {
-                    number: of.iterations.len() as u32 + 1,
-                    copied_bytes: sent.bytes,
-                    seconds: sent.seconds,
-                    dirty_bytes: *dirty,
-                    ..DiskIteration::default()
-                });
-            }
+        let ended = self.disks.iter().zip(sent.iter().zip(tops));
+        let ended = ended.map(|(one, (sent, dirty))| {
+            let iteration = DiskIteration {
+                copied_bytes: sent.bytes,
+                seconds: sent.seconds,
+                dirty_bytes: *dirty,
+                ..DiskIteration::default()
+            };
+            (one.name(), iteration)
         });
+        let shared = &self.context.shared;
+        shared.step_ended(ended.collect(), (logs, frozen));
         self.note_space(tops.iter().sum());
     }
 
     /// What all logs take, of which those to which the guest writes have so many bytes.
     fn note_space(&self, top: u64) {
         let all = self.frozen_bytes.saturating_add(top);
-        let note = |max: &mut u64| *max = all.max(*max);
-        let shared = &self.context.shared;
-        shared.note(|_, sent| note(&mut sent.space_max_bytes));
+        self.context.shared.take(all);
     }
 
     fn slow_one(&self, index: usize, requests_per_s: Option<u64>) {
@@ -483,7 +458,7 @@ impl Sender {
             wait_s: self.redo.wait_s(top),
             limit_s: self.redo.limit_s(),
         };
-        self.context.begins(top);
+        self.context.shared.begin(top);
         self.note_space(top);
         if shared.take_wish(last) {
             self.redo.grown(top);
@@ -536,7 +511,7 @@ impl Sender {
             self.wait_while_it_stands_still(stop)?;
         }
         while self.context.stands_still(stop) {
-            self.context.begins(self.top_bytes()?);
+            self.context.shared.begin(self.top_bytes()?);
             if !self.are_settled()? {
                 continue;
             }
@@ -547,7 +522,7 @@ impl Sender {
                     return Ok(());
                 }
             }
-            self.context.begins(0);
+            self.context.shared.begin(0);
             self.context.shared.set_equal(stop, true);
             self.wait_while_it_stands_still(stop)?;
             self.context.shared.set_equal(stop, false);

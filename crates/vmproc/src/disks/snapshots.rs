@@ -70,11 +70,10 @@ impl All<'_> {
     }
 
     pub(super) fn refused(&self, spec: &DiskSpec, why: &str) -> ApiError {
-        let error = refused(self.config, spec, &why);
         // Nobody asked for anything wrong: the disk, or its storage, is not so that it can be done.
         ApiError {
             code: ErrorCode::WrongState,
-            ..error
+            ..refused(self.config, spec, &why)
         }
     }
 
@@ -207,7 +206,6 @@ impl All<'_> {
                 Ok(one) => changed.push(one),
                 Err(why) => {
                     self.unmake(&changed);
-                    self.remove_unnamed();
                     return Err(self.refused(spec, &why));
                 }
             }
@@ -239,6 +237,7 @@ impl All<'_> {
             let (name, id) = (&one.fresh.name, &one.fresh.id);
             self.place(spec).remove(&one.now, name, Some(id));
         }
+        self.remove_unnamed();
     }
 
     /// Removes what else was made beside them and is named by no description.
@@ -395,29 +394,20 @@ impl All<'_> {
     }
 
     /// All of its disks have it. Before this a snapshot counts as one that may be a half, and as one after a power cut. Where it cannot be written down the
-    /// snapshot is there all the same, and whoever settles halves writes it. Returns how its file systems are in it.
-    pub(super) fn note_taken(
-        &self,
-        name: &SnapshotName,
-        quiesced: Result<(), String>,
-    ) -> Result<(), String> {
-        for (spec, images) in self.specs.iter().zip(self.load().unwrap_or_default()) {
-            let now = images.taken(name, quiesced.is_ok());
+    /// snapshot is there all the same, and whoever settles halves writes that it is complete.
+    pub(super) fn note_taken(&self, name: &SnapshotName, quiesced: bool) -> Result<(), String> {
+        let all = self.load().map_err(|error| error.message)?;
+        let mut noted = Ok(());
+        for (spec, images) in self.specs.iter().zip(all) {
+            let now = images.taken(name, quiesced);
             if now == images {
                 continue;
             }
-            if let Err(why) = self.place(spec).save(&now) {
-                tracing::warn!(
-                    disk = spec.name,
-                    why,
-                    "that a snapshot is complete is not written yet"
-                );
-                return quiesced.and(Err(format!(
-                    "that its file systems stood still could not be written down: {why}"
-                )));
-            }
+            noted = noted.and(self.place(spec).save(&now));
         }
-        quiesced
+        noted.inspect_err(|why| {
+            tracing::warn!(%name, why, "that a snapshot is complete is not written yet");
+        })
     }
 }
 
@@ -487,8 +477,9 @@ impl AtRest {
         }
         match all.commit(&changed) {
             Ok(()) => {
-                let off = all.note_taken(&wish.name, Err(String::new()));
-                Ok(all.taken(wish, None, off))
+                // Where it is not the next order, or start, writes it.
+                let _ = all.note_taken(&wish.name, false);
+                Ok(all.taken(wish, None, Err(String::new())))
             }
             Err((error, unsure)) => {
                 if unsure.is_empty() {

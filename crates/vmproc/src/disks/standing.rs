@@ -21,6 +21,7 @@ use godwit_types::{ApiError, SnapshotName};
 use godwit_vhost::{Disk, Standing};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// What came of freezing tops.
@@ -70,10 +71,16 @@ impl Disks {
             served.tidying_is_due();
             return Err(all.not_so(why));
         }
-        let quiesced = all.note_taken(&wish.name, quiesced);
-        if forgot {
+        let noted = all.note_taken(&wish.name, quiesced.is_ok());
+        if noted.is_err() {
+            served.tidies.is_settled.store(false, Ordering::SeqCst);
+        }
+        if forgot || noted.is_err() {
             served.tidying_is_due();
         }
+        let quiesced = quiesced.and(noted.map_err(|why| {
+            format!("that its file systems stood still could not be written down: {why}")
+        }));
         Ok(all.taken(wish, Some(stood), quiesced))
     }
 

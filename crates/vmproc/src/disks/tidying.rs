@@ -5,7 +5,8 @@
 //! is durable. What it goes on with is open before.
 //!
 //! Owns one thread at a time for all disks of a QEMU, which keeps a disk's image locked for as long as it works on it: a thread that storage holds up may
-//! outlive its QEMU, and nobody else has the disk before it has ended. Refuses nothing: what fails, also for want of room, is told, and tried again
+//! outlive its QEMU, and nobody else has the disk before it has ended. Before anything else it settles what a process that died left half done
+//! ([`super::settling`]). Refuses nothing: what fails, also for want of room, is told, and tried again
 //! after a pause.
 
 use super::gentle::{FEW, Few, Next, rest_after};
@@ -45,8 +46,8 @@ pub(super) struct Tidies {
     paused: AtomicU32,
     /// Nothing was left when a thread looked last, or one looks that was not asked again since it began.
     is_done: AtomicBool,
-    /// What a predecessor may have left half done is seen to.
-    is_settled: AtomicBool,
+    /// Nothing is left half done of snapshots ([`super::settling`]).
+    pub(super) is_settled: AtomicBool,
     /// When a thread began or ended last; nothing where it was asked for since.
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
@@ -76,7 +77,7 @@ impl Tidies {
     }
 
     /// Why nothing is given up just now, if that is so.
-    fn why_not(&self) -> Option<&'static str> {
+    pub(super) fn why_not(&self) -> Option<&'static str> {
         let is = |said: &AtomicBool| said.load(Ordering::SeqCst);
         match (is(&self.rests), self.is_paused()) {
             (true, _) => Some("the VM's process is being renewed"),
@@ -123,7 +124,8 @@ impl Tidies {
         was_asked
     }
 
-    fn is_due(&self) {
+    /// There may be something to be given up: whoever looks next begins at once.
+    pub(super) fn is_due(&self) {
         self.is_done.store(false, Ordering::SeqCst);
         *lock(&self.tried) = None;
     }
@@ -226,7 +228,13 @@ impl Served {
     fn tidy_all(&self) -> String {
         let what = self.what();
         let mut left = Vec::new();
-        left.extend(self.settle_halves().err());
+        if let Err(why) = self.settle_halves() {
+            tracing::info!(
+                why,
+                "what a process that died may have left of snapshots is looked at later"
+            );
+            self.tidies.is_done.store(false, Ordering::SeqCst);
+        }
         for (index, spec) in what.disks.iter().enumerate() {
             if !lock(&self.layered).contains(&spec.name) {
                 continue;
@@ -243,26 +251,6 @@ impl Served {
             left.extend(why.map(|why| format!("disk '{}': {why}", spec.name)));
         }
         left.join("; ")
-    }
-
-    /// Removes what a process that died made for a snapshot that is none, and has images say over what they lie; once, unless it fails.
-    fn settle_halves(&self) -> Result<(), String> {
-        let may = self.held().is_some() && self.tidies.why_not().is_none();
-        if !may || self.tidies.is_settled.load(Ordering::SeqCst) {
-            return Ok(());
-        }
-        let _one = lock(&self.descriptions);
-        let all = self.all();
-        all.forget_halves().map_err(|error| error.message)?;
-        for (spec, images) in all
-            .specs
-            .iter()
-            .zip(all.load().map_err(|error| error.message)?)
-        {
-            all.place(spec).describe_where_wrong(&images);
-        }
-        self.tidies.is_settled.store(true, Ordering::SeqCst);
-        Ok(())
     }
 
     /// A disk that moves by redo logs needs them as they are.

@@ -11,19 +11,22 @@ use super::images;
 use super::layers::Place;
 use super::redo::may_be_away;
 use godwit_blockio::delta::{Delta, forget_map, is_empty};
-use godwit_delta::Id;
+use godwit_delta::{Id, Layout};
+use godwit_snapshots::files::UNFINISHED;
 use godwit_snapshots::{Images, files};
 use godwit_types::snapshots::{DESCRIPTION_END, description_of};
 use std::collections::BTreeSet;
+use std::fs::{DirEntry, Metadata};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 /// More descriptions of what is kept beside a disk are not read: each may be some MiB long.
 const KEPT_MAX: u32 = 1024;
 /// Numbers beyond this are nobody's: what counts on from them would come to an end.
 const NUMBER_MAX: u64 = 1 << 32;
-/// The end of a name that an image has, or its descriptor, until all of it is there.
-const UNFINISHED: &str = ".new";
+/// So much may a file system count for a file beside its content, bytes.
+const UNFINISHED_MORE: u64 = 64 << 10;
 /// So many names are tried for a new image.
 const NUMBERS_MAX: usize = 64;
 
@@ -117,7 +120,7 @@ impl Place<'_> {
                 return;
             }
         };
-        self.remove_unfinished();
+        self.remove_unfinished(images);
         let mut unnamed = self.unnamed(images).unwrap_or_default();
         unnamed.retain(|(name, _)| !kept.contains(name));
         for (name, _) in unnamed {
@@ -134,19 +137,31 @@ impl Place<'_> {
         }
     }
 
-    /// Removes files that were to get the names of images, or of their descriptors, and did not.
-    fn remove_unfinished(&self) {
-        let own = self.file_name().unwrap_or_default();
+    /// Removes files that were to get the names of images, or of their descriptors, and did not: those that nobody but their owner may read, as they are made, and that
+    /// have no more than a delta without content.
+    fn remove_unfinished(&self, images: &Images) {
+        let (Ok(own), Ok(layout)) = (self.file_name(), Layout::of(images.bytes)) else {
+            return;
+        };
         let is_of_own = |name: &str| {
             let stem = files::of_extent(name).or_else(|| files::of_descriptor(name));
             stem.is_some_and(|stem| stem == own || files::number_of(own, stem).is_some())
         };
-        let is_unfinished = |name: &str| name.strip_suffix(UNFINISHED).is_some_and(is_of_own);
+        let is_unfinished = |entry: &DirEntry| {
+            let name = entry.file_name();
+            let name = name.to_str().and_then(|name| name.strip_suffix(UNFINISHED));
+            let is_small = |found: Metadata| {
+                let taken = found.blocks().saturating_mul(512);
+                let is_ours = found.is_file() && found.mode() & 0o777 == 0o600;
+                is_ours && taken <= layout.directory().end + UNFINISHED_MORE
+            };
+            name.is_some_and(is_of_own) && entry.metadata().is_ok_and(is_small)
+        };
         let above = self.path().parent().unwrap_or(Path::new("/"));
         let removed = self.as_opener(|| {
             for entry in above.read_dir()? {
                 let entry = entry?;
-                if entry.file_name().to_str().is_some_and(is_unfinished) {
+                if is_unfinished(&entry) {
                     images::remove(&entry.path());
                 }
             }
