@@ -7,6 +7,8 @@ use disk_site::snapshots::{
     as_qemu_reads, delete, description_of, has_round, names, stop, take, top,
 };
 use disk_site::{LONG, LOOK_EVERY, Site, dies_at, does_at, has_died, has_successor};
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::Instant;
 
 /// Waits until this is so.
@@ -27,14 +29,23 @@ fn what_a_process_that_died_made_for_a_snapshot_is_removed_by_its_successor_thou
         if let Some(name) = first {
             take(&site, name)?;
         }
-        let before = site.images(&site.pair.a)?;
+        let mut before = site.images(&site.pair.a)?;
         dies_at(&site.pair.a, "snapshot.made")?;
         ensure!(take(&site, "second").is_err(), "it is taken");
         has_died(&site.pair.a)?;
-        // What was to become an image, and is none.
-        for half in ["root.raw.d7-sesparse.vmdk.new", "root.raw.vmdk.new"] {
-            std::fs::write(site.path.with_file_name(half), "")?;
+        // What was to become an image, and is none; and what a person has made.
+        let theirs = "root.raw.d8.vmdk.new";
+        for (half, mode) in [
+            ("root.raw.d7-sesparse.vmdk.new", 0o600),
+            ("root.raw.vmdk.new", 0o600),
+            (theirs, 0o644),
+        ] {
+            let half = site.path.with_file_name(half);
+            std::fs::write(&half, "")?;
+            std::fs::set_permissions(&half, Permissions::from_mode(mode))?;
         }
+        before.push(theirs.to_owned());
+        before.sort();
         let starts = site.pair.a.starts();
         site.pair.a.signal_kill()?;
         has_successor(&site.pair.a, starts)?;
