@@ -155,7 +155,7 @@ impl Disks {
             queues: spec.vcpus.clamp(1, QUEUES_MAX) as u16,
             disks,
             images: Vec::new(),
-            arriving: come.map(|migration| Arrival::of(&migration.id)),
+            arriving: come.map(|migration| Arrival::to_come(&migration.id)),
             leaving: None,
             along: before.along,
             unread: before.unread,

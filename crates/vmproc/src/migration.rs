@@ -149,13 +149,14 @@ impl Vm {
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
         empty(&hyper.ram).map_err(internal)?;
-        let (disks, layered) = (hyper.disks.clone(), hyper.disks.clone());
+        let [begun, disks, layered] = std::array::from_fn(|_| hyper.disks.clone());
         let report = self.new_report(spec, Side::Destination)?;
         let control = ControlSlot::default();
         let parts = DestinationParts {
             arrivals,
             memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
             disks: hyper.disks.filling(),
+            begin_disks: Box::new(move || begun.source_is_connected()),
             keep_disks: Box::new(move |attempt| disks.are_whole(attempt)),
             take_layers: Box::new(move |place, said| layered.take_layers(place, said)),
             qemu: WaitingQemu {

@@ -14,7 +14,7 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use super::handle::{Command, DestinationParts, KeepDisks, TakeLayers, WaitingQemu};
+use super::handle::{BeginDisks, Command, DestinationParts, KeepDisks, TakeLayers, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
 use crate::input::{News, Tell};
@@ -103,6 +103,7 @@ pub(super) struct DestinationDriver {
     arrivals: Arrivals,
     pub(super) memory: Arc<Memory>,
     pub(super) disks: Disks,
+    begin_disks: BeginDisks,
     pub(super) keep_disks: KeepDisks,
     pub(super) take_layers: TakeLayers,
     pub(super) qemu: Option<WaitingQemu>,
@@ -139,6 +140,7 @@ impl DestinationDriver {
             arrivals: parts.arrivals,
             memory: parts.memory,
             disks: parts.disks,
+            begin_disks: parts.begin_disks,
             keep_disks: parts.keep_disks,
             take_layers: parts.take_layers,
             report: parts.report,
@@ -276,6 +278,9 @@ impl DestinationDriver {
         let (sender, receiver) = connection.into_control().map_err(Halt::failed)?;
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
+        if !self.connected {
+            (self.begin_disks)().map_err(Halt::failed)?;
+        }
         self.connected = true;
         self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);

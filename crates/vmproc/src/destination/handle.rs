@@ -18,6 +18,9 @@ use std::thread::JoinHandle;
 /// Writes down that all disks are here.
 pub(crate) type KeepDisks = Box<dyn Fn(Generation) -> Result<(), ApiError> + Send>;
 
+/// Hears that the source is connected, before anything of its disks is taken.
+pub(crate) type BeginDisks = Box<dyn Fn() -> Result<(), ApiError> + Send>;
+
 /// Hears of the disk at this place what it consists of, or, without that, that all below its top was sent; makes a place for it, or makes it durable.
 pub(crate) type TakeLayers = Box<dyn Fn(u8, Option<&str>) -> Result<(), String> + Send>;
 
@@ -42,6 +45,8 @@ pub(crate) struct DestinationParts {
     pub arrivals: Arrivals,
     pub memory: Arc<Memory>,
     pub disks: Disks,
+    /// Writes down that something of the disks may be here.
+    pub begin_disks: BeginDisks,
     /// Writes down that all disks are here, for who holds the VM under this generation.
     pub keep_disks: KeepDisks,
     pub take_layers: TakeLayers,

@@ -49,6 +49,9 @@ pub(crate) struct Arrival {
     /// Whether a person said that the host from which they come is gone for good.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) source_gone: bool,
+    /// Whether their source has not been connected yet: nothing of them can be here.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) is_silent: bool,
     /// Whether this process has given them their names.
     #[serde(skip)]
     pub(super) is_here: bool,
@@ -68,8 +71,36 @@ impl Arrival {
             ours: false,
             parts: BTreeMap::new(),
             source_gone: false,
+            is_silent: false,
             is_here: false,
         }
+    }
+
+    /// With this migration, whose source is still to connect.
+    pub(super) fn to_come(migration: &MigrationId) -> Self {
+        Self {
+            is_silent: true,
+            ..Self::of(migration)
+        }
+    }
+}
+
+impl Disks {
+    /// Their source is connected: from here on something of them may be here. Durable before anything is.
+    pub(crate) fn source_is_connected(&self) -> Result<(), ApiError> {
+        let what = self.0.what();
+        if !what
+            .arriving
+            .as_ref()
+            .is_some_and(|arrival| arrival.is_silent)
+        {
+            return Ok(());
+        }
+        self.0.change(|what| {
+            if let Some(arrival) = &mut what.arriving {
+                arrival.is_silent = false;
+            }
+        })
     }
 }
 
@@ -387,13 +418,19 @@ impl Came<'_> {
         };
         Ok(match (&entry, size) {
             // What its snapshots hold is in other files.
-            (Some(entry), Some(size)) if self.parts().is_none() && is_hollow(entry, size) => {
+            (Some(entry), Some(size)) if self.parts().is_none() && self.is_empty(entry, size) => {
                 (CameFound::Empty, 0)
             }
             (_, Some((_, taken))) => (CameFound::Something, taken),
             (_, None) if is_away => (CameFound::Away, 0),
             (_, None) => (CameFound::Nothing, 0),
         })
+    }
+
+    /// Whether nothing ever came into it. Its file system may count attributes, and tell of no holes.
+    fn is_empty(&self, entry: &Entry<'_>, size: (u64, u64)) -> bool {
+        let was_silent = self.arrival.is_silent && size.1 <= ATTRIBUTES_MAX;
+        was_silent || is_hollow(entry, size)
     }
 
     fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {

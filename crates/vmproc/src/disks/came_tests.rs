@@ -419,6 +419,21 @@ fn an_image_that_has_attributes_alone_goes_and_one_into_which_anything_came_stay
     }
 }
 
+/// A file server tells of no holes: attributes looked like content, and the file stayed for a source that knew of nothing.
+#[test]
+fn an_image_whose_source_never_connected_goes_and_one_of_a_source_that_did_stays() {
+    for is_silent in [false, true] {
+        let left = came(None);
+        let mut what: ServedDisks = load_json(&left.paths.disks()).unwrap().unwrap();
+        what.arriving.as_mut().unwrap().is_silent = is_silent;
+        save_json(&left.paths.disks(), &what).unwrap();
+        // As content that is none.
+        std::fs::write(left.directory.path().join(CAME), [7; 3000]).unwrap();
+        put_aside(&left.paths, Source::Unknown, None);
+        assert_eq!(left.files().is_empty(), is_silent);
+    }
+}
+
 #[test]
 fn what_was_just_made_is_removed_and_nothing_that_came_before() {
     let left = came(Some(2));

@@ -92,6 +92,7 @@ fn driver(
         memory,
         disks: Disks::default(),
         take_layers: Box::new(|_, _| Ok(())),
+        begin_disks: Box::new(|| Ok(())),
         keep_disks: Box::new(|_| Ok(())),
         qemu: None,
         report: crate::testing::report(Side::Destination),
