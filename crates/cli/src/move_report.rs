@@ -178,21 +178,7 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
     rows.extend(switchover(report).map(|text| ("switchover", text)));
     rows.extend(last_blocks(report).map(|text| ("of it disks", text)));
     rows.push(("bytes on wire", mib(report.bytes_on_wire)));
-    if report.disk_bytes > 0 {
-        let copied = report.disk_bytes.saturating_sub(report.disk_left_bytes);
-        let limit = report.disks_limited_by.as_ref();
-        let limit = limit.map(|limit| format!(", limited by {}", kebab(limit)));
-        let named = Some(&report.method).filter(|method| !method.is_default());
-        let method = named.map(|method| format!(" by {}", kebab(method)));
-        let text = format!(
-            "{} of {} copied{}{}",
-            mib(copied),
-            mib(report.disk_bytes),
-            method.unwrap_or_default(),
-            limit.unwrap_or_default()
-        );
-        rows.push(("disks", text));
-    }
+    rows.extend(copied(report).map(|text| ("disks", text)));
     rows.extend(
         report
             .redo_logs
@@ -232,6 +218,24 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
     }
     rows.extend(compared(report));
     rows
+}
+
+/// How much of its disks was copied, how, and what limited that, where some went along.
+fn copied(report: &MigrationReport) -> Option<String> {
+    let copied = report.disk_bytes.saturating_sub(report.disk_left_bytes);
+    let limit = report.disks_limited_by.as_ref();
+    let limit = limit.map(|limit| format!(", limited by {}", kebab(limit)));
+    let named = Some(&report.method).filter(|method| !method.is_default());
+    let method = named.map(|method| format!(" by {}", kebab(method)));
+    (report.disk_bytes > 0).then(|| {
+        format!(
+            "{} of {} copied{}{}",
+            mib(copied),
+            mib(report.disk_bytes),
+            method.unwrap_or_default(),
+            limit.unwrap_or_default()
+        )
+    })
 }
 
 /// What redo logs took.

@@ -19,7 +19,7 @@ use crate::{Buffer, Error};
 /// How often it is looked whether there is room again.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// What is copied.
+/// A file, or the pieces of one, that nobody writes to, on its way to the other side.
 pub(super) trait Unwritten {
     /// Where the copying stands, the file, and what takes the copy.
     fn course_path_outlet(&mut self) -> (&Course, &Path, &mut (dyn Outlet + 'static));

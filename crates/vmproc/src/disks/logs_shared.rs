@@ -59,7 +59,7 @@ struct State {
     sent: SentLogs,
 }
 
-/// What both know.
+/// The course of disks that go by redo logs, as the driver and the thread tell it one another.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
