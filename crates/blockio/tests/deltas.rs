@@ -7,8 +7,7 @@ use common::chain::{BOOT, BYTES, Chain, freeze, opening};
 use common::deltas::{open_parent, open_unlocked};
 use common::{guest, request, run};
 use godwit_blockio::delta::{
-    AT_ONCE_MAX, Delta, Merged, NewDelta, Outliving, Target, create, describe_base, describe_over,
-    merge,
+    AT_ONCE_MAX, Delta, Merged, NewDelta, Outliving, Target, create, describe_over, merge,
 };
 use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Stack, Work};
 use godwit_delta::Id;
@@ -256,7 +255,7 @@ fn what_is_outside_of_the_disk_is_refused() {
 #[test]
 fn a_delta_that_cannot_be_made_to_its_end_leaves_no_file() {
     let chain = Chain::new(BYTES);
-    let parent = describe_base(&chain.at("base.vmdk"), "base.raw", (BYTES, 7)).unwrap();
+    let parent = chain.parent.clone();
     let files = || {
         let names = fs::read_dir(chain.at("base.raw").parent().unwrap()).unwrap();
         let mut names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
