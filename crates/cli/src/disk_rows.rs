@@ -44,6 +44,14 @@ pub fn iteration(ended: &DiskIteration) -> String {
     )
 }
 
+/// How long a guest waited while redo logs were put over its disks, ms, and to what part of its requests it was slowed.
+pub fn put_over(frozen_ms: f64, slowed_to: Option<f64>) -> String {
+    let slowed = slowed_to.map_or_else(String::new, |part| {
+        format!("; its guest was slowed to {:.0} %", part * 1e2)
+    });
+    format!("its guest waited {frozen_ms:.1} ms while they were put over{slowed}")
+}
+
 fn disk_does(disk: &DiskActivity) -> String {
     let rate = &disk.rate;
     let mut said = format!(

@@ -2,7 +2,7 @@
 //!
 //! Part of [`Output`]. Owns nothing. Refuses: figures of what did not happen, such as a switchover that was never made.
 
-use crate::disk_rows::iteration;
+use crate::disk_rows::{iteration, put_over};
 use crate::figures::{guest_speed, mib, moment, rate, seconds};
 use crate::output::{Output, Tone, kebab};
 use crate::plain;
@@ -240,14 +240,11 @@ fn copied(report: &MigrationReport) -> Option<String> {
 
 /// What redo logs took.
 fn redo_logs(taken: SentLogs) -> String {
-    let slowed = taken.slowed_to.map_or_else(String::new, |part| {
-        format!("; its guest was slowed to {:.0} %", part * 1e2)
-    });
     format!(
-        "{} of each disk, of {} at the most together; its guest waited {:.1} ms while they were put over{slowed}",
+        "{} of each disk, of {} at the most together; {}",
         taken.logs,
         mib(taken.space_max_bytes),
-        taken.frozen_ms
+        put_over(taken.frozen_ms, taken.slowed_to)
     )
 }
 

@@ -130,18 +130,10 @@ pub fn describe_over(descriptor: &Path, parent: &Parent) -> Result<(), Error> {
     };
     let text = described.encode();
     let text = text.map_err(|why| unusable(descriptor, &why.to_string()))?;
-    let fresh = with_suffix(descriptor, files::UNFINISHED);
-    let written = make_fresh(&fresh).and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        std::fs::rename(&fresh, descriptor)
+    let written = write(descriptor, &text, |_, fresh| {
+        std::fs::rename(fresh, descriptor)
     });
-    let written = written.inspect_err(|_| give_up(&fresh));
-    written.map_err(|source| Error::Image {
-        action: "describe",
-        path: descriptor.to_owned(),
-        source,
-    })
+    written.map_err(|source| failed("describe", descriptor, source))
 }
 
 /// The name of a descriptor without its end, and that of the extent beside it.
@@ -199,16 +191,21 @@ fn name(file: &File, from: &Path, to: &Path) -> io::Result<()> {
 }
 
 fn write_new(path: &Path, text: &str) -> Result<(), Error> {
+    let written = write(path, text, |file, fresh| name(file, fresh, path));
+    written.map_err(|source| failed("create", path, source))
+}
+
+/// Writes a text, durably, to a file that gets this name then by `named`; leaves none where that fails.
+fn write(
+    path: &Path,
+    text: &str,
+    named: impl FnOnce(&File, &Path) -> io::Result<()>,
+) -> io::Result<()> {
     let fresh = with_suffix(path, files::UNFINISHED);
     let written = make_fresh(&fresh).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
-        name(&file, &fresh, path)
+        named(&file, &fresh)
     });
-    let written = written.inspect_err(|_| give_up(&fresh));
-    written.map_err(|source| Error::Image {
-        action: "create",
-        path: path.to_owned(),
-        source,
-    })
+    written.inspect_err(|_| give_up(&fresh))
 }

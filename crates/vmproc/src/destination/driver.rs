@@ -278,9 +278,7 @@ impl DestinationDriver {
         let (sender, receiver) = connection.into_control().map_err(Halt::failed)?;
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
-        if !self.connected {
-            (self.begin_disks)().map_err(Halt::failed)?;
-        }
+        (self.begin_disks)().map_err(Halt::failed)?;
         self.connected = true;
         self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);

@@ -6,7 +6,7 @@
 //! step is done again after a death. Refuses: to replace a file.
 
 use super::Disks;
-use super::entry::{Entry, Found};
+use super::entry::{Entry, Found, holds_nothing};
 use super::images::{along, arrival, arriving_path, forget, remove};
 use super::labelled::{Whose, arriving_name, keep_part, let_go, name_in, part_at};
 use super::parts::Parts;
@@ -14,7 +14,6 @@ use super::record;
 use super::served::ServedDisks;
 use crate::files::Paths;
 use crate::hypervisor::internal;
-use godwit_blockio::next_data;
 pub(crate) use godwit_ownership::CameSource as Source;
 use godwit_ownership::{CameEnd, CameFound, CameImage};
 use godwit_store::load_json;
@@ -418,7 +417,9 @@ impl Came<'_> {
         };
         Ok(match (&entry, size) {
             // What its snapshots hold is in other files.
-            (Some(entry), Some(size)) if self.parts().is_none() && self.is_empty(entry, size) => {
+            (Some(entry), Some((_, taken)))
+                if self.parts().is_none() && self.is_empty(entry, taken) =>
+            {
                 (CameFound::Empty, 0)
             }
             (_, Some((_, taken))) => (CameFound::Something, taken),
@@ -428,9 +429,9 @@ impl Came<'_> {
     }
 
     /// Whether nothing ever came into it. Its file system may count attributes, and tell of no holes.
-    fn is_empty(&self, entry: &Entry<'_>, size: (u64, u64)) -> bool {
-        let was_silent = self.arrival.is_silent && size.1 <= ATTRIBUTES_MAX;
-        was_silent || is_hollow(entry, size)
+    fn is_empty(&self, entry: &Entry<'_>, taken: u64) -> bool {
+        let was_silent = self.arrival.is_silent && taken <= ATTRIBUTES_MAX;
+        was_silent || is_hollow(entry, taken)
     }
 
     fn stays(&self, error: &io::Error, aside: &mut Aside) -> bool {
@@ -557,13 +558,10 @@ fn written_at(path: &Path) -> Option<jiff::Timestamp> {
     jiff::Timestamp::try_from(written).ok()
 }
 
-/// Whether nothing was ever written to a file of so many bytes that takes so many, as far as that can be told.
-fn is_hollow(entry: &Entry<'_>, (bytes, taken): (u64, u64)) -> bool {
-    if taken > ATTRIBUTES_MAX {
-        return false;
-    }
-    let data = || entry.open().and_then(|file| next_data(&file, 0..bytes));
-    taken == 0 || matches!(data(), Ok(None))
+/// Whether nothing was ever written to a file that takes so many bytes, as far as that can be told.
+fn is_hollow(entry: &Entry<'_>, taken: u64) -> bool {
+    let is_empty = || entry.open().and_then(|file| holds_nothing(&file));
+    taken == 0 || taken <= ATTRIBUTES_MAX && is_empty().unwrap_or(false)
 }
 
 fn mib(bytes: u64) -> u64 {

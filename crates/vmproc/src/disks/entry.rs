@@ -6,6 +6,7 @@
 
 use super::told;
 use crate::faults::planted;
+use godwit_blockio::next_data;
 use godwit_qemu::disk::{open_looked_at, rename_to_free};
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, fstat, fsync, open, openat, statat, unlinkat,
@@ -154,6 +155,12 @@ impl<'a> Entry<'a> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(fsync(openat(&self.dir, ".", flags, Mode::empty())?)?)
     }
+}
+
+/// Whether a file has no data at all; one whose file system tells of no holes has.
+pub(super) fn holds_nothing(file: &File) -> io::Result<bool> {
+    let bytes = file.metadata()?.len();
+    Ok(next_data(file, 0..bytes)?.is_none())
 }
 
 #[cfg(test)]

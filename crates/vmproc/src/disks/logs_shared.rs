@@ -224,22 +224,20 @@ impl Shared {
         let state = &mut *lock(&self.state);
         (state.sent.logs, state.sent.frozen_ms) = (logs, frozen.as_secs_f64() * 1e3);
         for (disk, iteration) in ended {
-            let mut known = state.iterations.iter_mut();
-            if let Some(of) = known.find(|of| of.disk == disk) {
+            if !state.iterations.iter().any(|of| of.disk == disk) {
+                state.iterations.push(DiskIterations {
+                    disk: disk.to_owned(),
+                    iterations: Vec::new(),
+                });
+            }
+            let mut all = state.iterations.iter_mut();
+            if let Some(of) = all.find(|of| of.disk == disk) {
                 let number = of.iterations.len() as u32 + 1;
                 of.iterations.push(DiskIteration {
                     number,
                     ..iteration
                 });
-                continue;
             }
-            state.iterations.push(DiskIterations {
-                disk: disk.to_owned(),
-                iterations: vec![DiskIteration {
-                    number: 1,
-                    ..iteration
-                }],
-            });
         }
     }
 

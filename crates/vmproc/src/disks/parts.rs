@@ -5,18 +5,16 @@
 //! another one than is noted.
 
 use super::BLOCK;
-use super::entry::{Entry, Found};
+use super::entry::{Entry, Found, holds_nothing};
 use super::images::{remove, rename};
 use super::redo::may_be_away;
 use godwit_blockio::delta::{is_frozen, read_descriptor};
-use godwit_blockio::next_data;
 use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::{Images, files};
 use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
 use godwit_types::snapshots::description_of;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
@@ -211,12 +209,6 @@ impl Part {
     }
 }
 
-/// Whether a file has no data at all.
-fn holds_nothing(file: &File) -> io::Result<bool> {
-    let bytes = file.metadata()?.len();
-    Ok(next_data(file, 0..bytes)?.is_none())
-}
-
 /// Whether there is no such directory; else what is there is tried again.
 fn is_away(path: &Path, error: &io::Error) -> bool {
     let is_away = error.kind() == io::ErrorKind::NotFound;
@@ -253,6 +245,7 @@ mod tests {
     use godwit_blockio::delta::{NewDelta, create, describe_base};
     use godwit_snapshots::Fresh;
     use godwit_store::save_json;
+    use std::fs::File;
 
     const MARK: &str = "0123456789abcdef0123456789abcdef";
 
@@ -291,6 +284,15 @@ mod tests {
         (own, parts)
     }
 
+    /// The same where its delta's file system has another number than is noted, and the file that it is there.
+    fn disk_on_another_device(directory: &Path) -> (PathBuf, Parts, (u64, u64)) {
+        let (own, mut parts) = disk(directory);
+        let part = &mut parts.files[0];
+        let (device, number) = part.image.unwrap();
+        part.image = Some((device + 1, number));
+        (own, parts, (device, number))
+    }
+
     fn left(directory: &Path) -> Vec<String> {
         let names = std::fs::read_dir(directory).unwrap();
         let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -311,13 +313,11 @@ mod tests {
     #[test]
     fn what_is_on_a_file_system_that_has_another_number_now_is_known_by_what_it_says() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (own, mut parts) = disk(directory.path());
+        let (own, mut parts, found) = disk_on_another_device(directory.path());
         let part = &mut parts.files[0];
-        let (device, number) = part.image.unwrap();
-        part.image = Some((device + 1, number));
         let id = std::mem::replace(&mut part.id, "02".repeat(16));
         let entry = Entry::at(Path::new(&part.path)).unwrap();
-        assert!(!part.is_this_part((device, number), &entry).unwrap());
+        assert!(!part.is_this_part(found, &entry).unwrap());
         part.id = id;
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);
@@ -326,10 +326,8 @@ mod tests {
     #[test]
     fn what_lost_its_content_with_the_power_and_lies_on_another_device_now_is_removed() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (own, mut parts) = disk(directory.path());
-        let part = &mut parts.files[0];
-        let (device, number) = part.image.unwrap();
-        part.image = Some((device + 1, number));
+        let (own, parts, (device, number)) = disk_on_another_device(directory.path());
+        let part = &parts.files[0];
         let file = File::options().write(true).open(&part.path);
         let file = file.unwrap();
         let bytes = file.metadata().unwrap().len();
@@ -356,11 +354,8 @@ mod tests {
     #[test]
     fn what_is_gone_on_a_file_system_that_has_another_number_now_keeps_no_image_for_ever() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let (own, mut parts) = disk(directory.path());
-        let part = &mut parts.files[0];
-        std::fs::remove_file(&part.path).unwrap();
-        let (device, number) = part.image.unwrap();
-        part.image = Some((device + 1, number));
+        let (own, parts, _) = disk_on_another_device(directory.path());
+        std::fs::remove_file(&parts.files[0].path).unwrap();
         // Nothing of the disk is there, as where its file system is not mounted.
         let away = tempfile::tempdir_in("/var/tmp").unwrap();
         for path in [own.clone(), description_of(&own)] {

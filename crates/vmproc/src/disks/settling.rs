@@ -13,9 +13,8 @@ use std::sync::atomic::Ordering;
 impl Served {
     /// Has it done if nobody has yet in this process. Why it is not is the end of a sentence.
     pub(super) fn settle_halves(&self) -> Result<(), String> {
-        let settled = &self.tidies.is_settled;
         let what = self.what();
-        if settled.load(Ordering::SeqCst) || what.disks.iter().any(DiskSpec::changes_hands) {
+        if self.tidies.is_settled() || what.disks.iter().any(DiskSpec::changes_hands) {
             return Ok(());
         }
         let written = what.disks.iter().enumerate();
@@ -36,7 +35,7 @@ impl Served {
         for (spec, images) in all.specs.iter().zip(all.load().map_err(told)?) {
             all.place(spec).describe_chain(&images);
         }
-        settled.store(true, Ordering::SeqCst);
+        self.tidies.set_settled(true);
         Ok(())
     }
 }

@@ -21,7 +21,6 @@ use godwit_types::{ApiError, SnapshotName};
 use godwit_vhost::{Disk, Standing};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// What came of freezing tops.
@@ -73,7 +72,7 @@ impl Disks {
         }
         let noted = all.note_taken(&wish.name, quiesced.is_ok());
         if noted.is_err() {
-            served.tidies.is_settled.store(false, Ordering::SeqCst);
+            served.tidies.set_settled(false);
         }
         if forgot || noted.is_err() {
             served.tidying_is_due();

@@ -47,7 +47,7 @@ pub(super) struct Tidies {
     /// Nothing was left when a thread looked last, or one looks that was not asked again since it began.
     is_done: AtomicBool,
     /// Nothing is left half done of snapshots ([`super::settling`]).
-    pub(super) is_settled: AtomicBool,
+    is_settled: AtomicBool,
     /// When a thread began or ended last; nothing where it was asked for since.
     tried: Mutex<Option<Instant>>,
     /// Why it is not done yet.
@@ -130,6 +130,15 @@ impl Tidies {
         *lock(&self.tried) = None;
     }
 
+    /// Whether nothing is left half done of snapshots.
+    pub(super) fn is_settled(&self) -> bool {
+        self.is_settled.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn set_settled(&self, is_so: bool) {
+        self.is_settled.store(is_so, Ordering::SeqCst);
+    }
+
     /// Whether its thread may be in the hands of storage.
     pub(super) fn works(&self) -> bool {
         self.works.load(Ordering::SeqCst)
@@ -201,8 +210,7 @@ impl Served {
 
     /// Begins to give up what nobody needs, unless a thread is at it, or nothing is left, or one has tried it just now.
     pub(super) fn begin_tidying(self: &Arc<Self>) {
-        let has_none =
-            self.tidies.is_settled.load(Ordering::SeqCst) && lock(&self.layered).is_empty();
+        let has_none = self.tidies.is_settled() && lock(&self.layered).is_empty();
         if has_none || self.still_comes() || !self.tidies.may_begin() {
             return;
         }

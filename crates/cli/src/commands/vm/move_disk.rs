@@ -5,7 +5,7 @@
 use super::disk_bar::DiskBar;
 use super::{controller, order};
 use crate::args::{Global, VmMoveDisk, without};
-use crate::disk_rows::iteration;
+use crate::disk_rows::{iteration, put_over};
 use crate::exit::{CommandResult, FAILED, Failure, REFUSED};
 use crate::figures::{amount, moment, seconds};
 use crate::output::Output;
@@ -241,11 +241,8 @@ fn listed(disk: &DiskMove) -> String {
 /// What each iteration came to, and what redo logs took; nothing of a disk that was mirrored.
 fn details(disk: &DiskMove) -> impl Iterator<Item = String> {
     let logs = disk.redo_logs.map(|taken| {
-        let slowed = taken.slowed_to.map_or_else(String::new, |part| {
-            format!("; its guest was slowed to {:.0} %", part * 1e2)
-        });
         format!(
-            "  {} redo {}, with the new image {} at the most; it was at both places for {}; its guest waited {:.1} ms while they were put over{slowed}",
+            "  {} redo {}, with the new image {} at the most; it was at both places for {}; {}",
             taken.logs,
             match taken.logs {
                 1 => "log",
@@ -253,7 +250,7 @@ fn details(disk: &DiskMove) -> impl Iterator<Item = String> {
             },
             amount(taken.space_max_bytes),
             seconds(taken.spanned_s),
-            taken.frozen_ms
+            put_over(taken.frozen_ms, taken.slowed_to)
         )
     });
     iterations(disk).chain(logs)
