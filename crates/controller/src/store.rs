@@ -7,6 +7,7 @@ use crate::audit::RefusedKinds;
 use crate::error::ControllerError;
 use crate::site_store::write_rows;
 use crate::state::{HostEntry, VmEntry};
+use crate::uids::keep_former;
 use crate::unread::UnreadRow;
 use godwit_site::Row;
 use godwit_types::drain::DrainView;
@@ -79,6 +80,11 @@ fn formats() -> Migrator {
             7,
             "certificates",
             include_str!("../migrations/0007_certificates.sql"),
+        ),
+        one(
+            8,
+            "former uids",
+            include_str!("../migrations/0008_former_uids.sql"),
         ),
     ])
 }
@@ -259,22 +265,6 @@ impl Store {
         Ok(count == 1)
     }
 
-    /// The user id that is given out next.
-    pub async fn next_uid(&self) -> Result<i64> {
-        Ok(query_scalar("SELECT next FROM uids")
-            .fetch_one(&self.pool)
-            .await?)
-    }
-
-    /// Notes the user id that is given out next, before the one before it is used.
-    pub async fn uids_go_on_at(&self, next: i64) -> Result<()> {
-        query("UPDATE uids SET next = ?")
-            .bind(next)
-            .execute(&self.pool)
-            .await?;
-        Ok(())
-    }
-
     /// All VMs, and the rows that cannot be read.
     pub async fn vms(&self) -> Result<(Vec<VmEntry>, Vec<UnreadRow>)> {
         let sql = "SELECT name, spec, resolved FROM vms";
@@ -327,9 +317,10 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a VM; what is known of its generations stays.
-    pub async fn delete_vm(&self, name: &VmName, rows: &[Row]) -> Result<()> {
+    /// Forgets a VM; what is known of its generations stays, and the user id that its images may have.
+    pub async fn delete_vm(&self, name: &VmName, uid: Option<u32>, rows: &[Row]) -> Result<()> {
         let mut tx = self.pool.begin().await?;
+        keep_former(&mut tx, name, uid).await?;
         query("DELETE FROM vms WHERE name = ?")
             .bind(name.as_str())
             .execute(&mut *tx)

@@ -14,7 +14,7 @@ use crate::survey::{must_be_newest, refused, survey};
 use crate::uids;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
-use godwit_site::{Refusal, Surveyed};
+use godwit_site::{Book, Refusal, Surveyed};
 use godwit_types::control_api::{Done, StopRequest, VmView};
 use godwit_types::version::HARDWARE;
 use godwit_types::vm::VmState;
@@ -264,9 +264,11 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
         }
     }
     let writer = app.turn_to_write().await;
+    let has_run = |book: &Book| book.entry(name).is_some_and(|of| of.holder.is_some());
+    let uid = entry.spec.uid.filter(|_| has_run(&app.state().book));
     let deletion = app.state().book.delete(free).map_err(refused)?;
     let due = writer.due();
-    if let Err(error) = app.store.delete_vm(name, due.rows()).await {
+    if let Err(error) = app.store.delete_vm(name, uid, due.rows()).await {
         drop(due);
         app.state().book.not_deleted(deletion);
         return Err(error.into());

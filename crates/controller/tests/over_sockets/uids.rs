@@ -28,6 +28,25 @@ async fn every_vm_gets_a_user_id_that_no_other_vm_ever_gets() {
     assert!(again != web && again != db, "{again}");
 }
 
+/// Its former images, which only the former id may open, were no longer its own.
+#[tokio::test]
+async fn a_vm_that_ran_and_is_described_anew_has_its_user_id_again_over_a_restart() {
+    let mut house = House::new().await;
+    let _a = house.host("a").await;
+    house.running("web", "a").await;
+    let first = uid(&house, "web").await;
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
+    house.until_vm("web", VmState::Stopped, "a").await;
+    house.client().delete_vm(&vm("web")).await.unwrap();
+    house.stop().await;
+    house.start().await;
+    let client = house.client();
+    client.create_vm(&spec("db")).await.unwrap();
+    client.create_vm(&spec("web")).await.unwrap();
+    assert_ne!(uid(&house, "db").await, first);
+    assert_eq!(uid(&house, "web").await, first);
+}
+
 #[tokio::test]
 async fn a_person_may_repeat_a_user_id_and_not_choose_one() {
     let house = House::new().await;
