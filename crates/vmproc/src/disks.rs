@@ -7,6 +7,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod activity;
+mod aside;
 mod beside;
 mod by_logs;
 mod came;
@@ -20,6 +21,7 @@ mod entry;
 mod format;
 mod former;
 mod gentle;
+mod going_along;
 #[cfg(test)]
 mod hardware_tests;
 mod history;
@@ -66,12 +68,12 @@ mod unnamed;
 
 pub(crate) use came::{Source, may_keep, put_aside, source_is_gone, what_came};
 pub(crate) use cloning::CloneJob;
+pub(crate) use going_along::SourceDisks;
 #[cfg(test)]
 pub(crate) use history::History;
 pub(crate) use history::past_moves;
 pub(crate) use images::{leave, settle};
 pub(crate) use left::{follow_moves, settle_moves};
-pub(crate) use moving::SourceDisks;
 pub(crate) use record::put_back_living;
 pub(crate) use resize::{AtRest, has_no_disk};
 pub(crate) use room::FullDisk;

@@ -4,6 +4,7 @@
 //! Part of a move ([`super::by_logs`]). Owns the thread, which may outlive the move that began it: it reads the log and writes to the copy, of which nothing is
 //! written down, and which is removed and never filled again once the move has ended. Refuses: nothing; who waits hears that it took too long.
 
+use super::aside::within;
 use super::layers::OwnedPlace;
 use super::switching::{Stopped, length_of};
 use godwit_blockio::delta::{AT_ONCE_MAX, Target, merge};
@@ -13,13 +14,10 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// For so long beyond its limit the copy may take to become durable: whoever holds a guest has kept as much of its time for what comes after.
 const LATE_MAX: Duration = Duration::from_secs(1);
-/// How often it is looked whether the move is called off.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The log, and the copy.
 pub(super) struct LastLog {
@@ -85,31 +83,9 @@ pub(super) fn in_time(settled: Result<(), godwit_vhost::Error>) -> Result<bool, 
     }
 }
 
-/// Does something on a thread of its own; nothing where that has not ended by then, or not in an orderly way. It goes on alone where nobody waits for it.
-fn within<R: Send + 'static>(
-    until: Instant,
-    may_go_on: impl Fn() -> Result<(), Stopped>,
-    work: impl FnOnce() -> R + Send + 'static,
-) -> Result<Option<R>, Stopped> {
-    let (done, is_done) = channel();
-    let thread = std::thread::Builder::new().name("redo-last".to_owned());
-    thread.spawn(move || {
-        let _ = done.send(work()); // whoever asked may have given up
-    })?;
-    loop {
-        match is_done.recv_timeout(LOOK_EVERY) {
-            Ok(result) => return Ok(Some(result)),
-            Err(RecvTimeoutError::Timeout) if Instant::now() < until => may_go_on()?,
-            Err(_) => return Ok(None),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const LONG: Duration = Duration::from_secs(60);
 
     #[test]
     fn a_log_that_is_not_durable_in_time_is_left_for_later_and_what_failed_ends_the_move() {
@@ -119,24 +95,5 @@ mod tests {
         assert!(in_time(Err(slow)).is_ok_and(|is_so| !is_so));
         let failed = in_time(Err(godwit_vhost::Error::Ended));
         assert!(matches!(failed, Err(Stopped::Failed(_))));
-    }
-
-    #[test]
-    fn nobody_waits_longer_than_until_then_or_until_it_is_called_off() {
-        let long = || Instant::now() + LONG;
-        let waits = || Ok(());
-        assert!(within(long(), waits, || 7).is_ok_and(|done| done == Some(7)));
-        // What hangs ends with the test.
-        let hangs = || {
-            let (hold, held) = channel::<()>();
-            (hold, move || held.recv().is_ok())
-        };
-        let (hold, work) = hangs();
-        assert!(within(Instant::now(), waits, work).is_ok_and(|done| done.is_none()));
-        drop(hold);
-        let (hold, work) = hangs();
-        let stopped = within(long(), || Err(Stopped::Cancelled), work);
-        assert!(matches!(stopped, Err(Stopped::Cancelled)));
-        drop(hold);
     }
 }

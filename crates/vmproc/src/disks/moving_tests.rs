@@ -9,6 +9,7 @@ use godwit_store::load_json;
 use godwit_testkit::testvol::Volume;
 use godwit_types::MigrationId;
 use std::os::fd::AsFd as _;
+use std::sync::mpsc::channel;
 
 #[test]
 fn disks_that_arrive_on_silent_storage_keep_nobody_waiting_beyond_the_deadline() {

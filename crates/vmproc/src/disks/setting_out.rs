@@ -4,7 +4,7 @@
 //! Owns that thread, which may outlive the attempt that began it: what it comes to is given up then, as after a migration that failed. Refuses: a second one
 //! while it lives.
 
-use super::moving::SourceDisks;
+use super::going_along::SourceDisks;
 use super::{CONNECT_WAIT, Disks};
 use crate::hypervisor::internal;
 use godwit_types::migration::MigrationSpec;

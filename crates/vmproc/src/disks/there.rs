@@ -6,11 +6,11 @@
 //! or a disk with snapshots of which any other part is not there so.
 
 use super::activity::Gauge;
+use super::aside;
 use super::described::described_beside;
 use super::entry::{Entry, Found};
 use super::former::said_by;
 use super::labelled::known_by;
-use super::moving;
 use super::served::{Served, ServedDisks};
 use super::{BLOCK, Disks};
 use crate::files::Paths;
@@ -345,11 +345,11 @@ fn looked_alone<T: Send + 'static>(
         std::thread::sleep(LOOK_AGAIN);
     }
     let turn = Turn(looks);
-    let begun = moving::begin("disk-look", move || {
+    let begun = aside::begin("disk-look", move || {
         let _turn = turn;
         look()
     });
-    moving::wait(&begun?, until)
+    aside::wait(&begun?, until)
 }
 
 /// No other thread looks at images until this is dropped.

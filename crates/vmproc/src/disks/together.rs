@@ -4,7 +4,7 @@
 //! them. Owns what it has seen; the caller says what time it is. Refuses: to wait on for a disk of which nothing is copied any more, and for
 //! disks that could be held one by one and not together.
 
-use super::moving::SourceDisks;
+use super::going_along::SourceDisks;
 use godwit_blockio::Nearer;
 use std::time::{Duration, Instant};
 

@@ -7,8 +7,9 @@
 //! Part of a move ([`super::in_place`]). Owns nothing. Refuses: to hold a guest for longer than its limit, in all attempts together, as far as
 //! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
+use super::aside::begin;
+use super::going_along::{SourceDisks, Way};
 use super::in_place::LOOK_EVERY;
-use super::moving::{SourceDisks, Way, begin};
 use super::served::Served;
 use super::switching::{Going, Mirror, Stopped};
 use crate::faults::reached;
