@@ -15,6 +15,7 @@ mod config;
 mod console;
 mod drains;
 mod error;
+mod former;
 mod hosts;
 mod macs;
 mod measured;

@@ -5,9 +5,9 @@
 
 use crate::audit::RefusedKinds;
 use crate::error::ControllerError;
+use crate::former::{self, Former};
 use crate::site_store::write_rows;
 use crate::state::{HostEntry, VmEntry};
-use crate::uids::keep_former;
 use crate::unread::UnreadRow;
 use godwit_site::Row;
 use godwit_types::drain::DrainView;
@@ -83,8 +83,8 @@ fn formats() -> Migrator {
         ),
         one(
             8,
-            "former uids",
-            include_str!("../migrations/0008_former_uids.sql"),
+            "former VMs",
+            include_str!("../migrations/0008_former_vms.sql"),
         ),
     ])
 }
@@ -317,10 +317,15 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a VM; what is known of its generations stays, and the user id that its images may have.
-    pub async fn delete_vm(&self, name: &VmName, uid: Option<u32>, rows: &[Row]) -> Result<()> {
+    /// Forgets a VM; what is known of its generations stays, and of its images what is said here.
+    pub async fn delete_vm(
+        &self,
+        name: &VmName,
+        former: Option<&Former>,
+        rows: &[Row],
+    ) -> Result<()> {
         let mut tx = self.pool.begin().await?;
-        keep_former(&mut tx, name, uid).await?;
+        former::keep(&mut tx, name, former).await?;
         query("DELETE FROM vms WHERE name = ?")
             .bind(name.as_str())
             .execute(&mut *tx)

@@ -6,6 +6,7 @@
 
 use crate::app::App;
 use crate::error::{Outcome, refuse, unknown_vm, way_out};
+use crate::former::Former;
 use crate::macs;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
@@ -14,11 +15,11 @@ use crate::survey::{must_be_newest, refused, survey};
 use crate::uids;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
-use godwit_site::{Book, Refusal, Surveyed};
+use godwit_site::{Book, Ran, Refusal, Surveyed};
 use godwit_types::control_api::{Done, StopRequest, VmView};
 use godwit_types::version::HARDWARE;
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
 use std::fmt::{Display, Formatter};
 
 mod cloned;
@@ -69,7 +70,7 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     }
     let mut spec = macs::allot(spec, &app.state())?;
     uids::keep(&mut spec, None)?;
-    uids::give(app, &mut spec).await?;
+    uids::give_again(app, &mut spec).await?;
     spec.set_hardware(spec.hardware.or_else(|| newest_hardware(app)));
     boots(&spec)?;
     let entry = VmEntry {
@@ -264,11 +265,10 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
         }
     }
     let writer = app.turn_to_write().await;
-    let has_run = |book: &Book| book.entry(name).is_some_and(|of| of.holder.is_some());
-    let uid = entry.spec.uid.filter(|_| has_run(&app.state().book));
+    let former = former(&app.state().book, &entry.spec);
     let deletion = app.state().book.delete(free).map_err(refused)?;
     let due = writer.due();
-    if let Err(error) = app.store.delete_vm(name, uid, due.rows()).await {
+    if let Err(error) = app.store.delete_vm(name, former.as_ref(), due.rows()).await {
         drop(due);
         app.state().book.not_deleted(deletion);
         return Err(error.into());
@@ -276,11 +276,21 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     due.written();
     forget_in_state(app, name);
     app.tell_vm(name);
-    if entry.spec.is_clone_in_part() {
+    // UEFI variables with which a clone was to begin may be on a host that never heard of its start.
+    if entry.spec.is_clone_in_part() || entry.spec.has_variables() {
         cloned::forget_parts(app, &entry.spec).await;
     }
     drop(turn);
     Ok(done(format!("VM '{name}' is deleted")))
+}
+
+/// What a VM that is described anew under its name goes on from; nothing of one that never ran.
+fn former(book: &Book, spec: &VmSpec) -> Option<Former> {
+    let Ran { holder, held } = book.ran(&spec.name);
+    (held > Generation::default()).then_some(Former {
+        uid: spec.uid,
+        host: holder,
+    })
 }
 
 fn forget_in_state(app: &App, name: &VmName) {

@@ -3,6 +3,7 @@
 //! Owns nothing. Refuses a start away from the only host that has it.
 
 use crate::error::Outcome;
+use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, VmSpec};
 
 /// Where a VM's own disks were written last.
@@ -11,11 +12,27 @@ pub enum WrittenOn {
     /// The VM has not run.
     Nowhere,
     Host(HostName),
+    /// By a VM of this name that was deleted since.
+    Former {
+        /// Where it ran last; none where that host was removed.
+        host: Option<HostName>,
+        /// Whether a person named the host to start on.
+        is_named: bool,
+    },
     /// On a host that was removed since; a person names the host that has what was saved of it.
     Removed {
         /// Whether a person named the host to start on.
         is_named: bool,
     },
+}
+
+/// The host on which a VM that is described anew goes on, unless a person names another one: where the one before it ran last.
+pub fn goes_on_at<'a>(spec: &VmSpec, written: &'a WrittenOn) -> Option<&'a HostName> {
+    let is_there = |disk: &DiskSpec| disk.goes_along() && !disk.is_to_be_made();
+    match written {
+        WrittenOn::Former { host, .. } if spec.disks.iter().any(is_there) => host.as_ref(),
+        _ => None,
+    }
 }
 
 /// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
@@ -24,6 +41,9 @@ pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Out
     let Some(disk) = disks.find(|disk| disk.goes_along()) else {
         return variables_are_there(spec, written, to);
     };
+    if matches!(written, WrittenOn::Former { .. }) {
+        return former_disks_are_there(spec, written, to);
+    }
     let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
     let message = match written {
         WrittenOn::Host(last) if last != to => format!(
@@ -34,6 +54,33 @@ pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Out
         ),
         _ => return Ok(()),
     };
+    Err(ApiError::new(ErrorCode::WrongState, message).on_host(to))
+}
+
+/// A migration may have left an older image of the deleted VM under the same path.
+fn former_disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
+    let WrittenOn::Former {
+        host,
+        is_named: false,
+    } = written
+    else {
+        return Ok(());
+    };
+    let mut disks = spec.disks.iter();
+    let Some(disk) = disks.find(|disk| disk.goes_along() && !disk.is_to_be_made()) else {
+        return Ok(());
+    };
+    if host.as_ref() == Some(to) {
+        return Ok(());
+    }
+    let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
+    let ran_on = match host {
+        Some(host) => format!("host {host}"),
+        None => "a host that was removed".to_owned(),
+    };
+    let message = format!(
+        "a VM {vm} that was deleted ran last on {ran_on}, and disk {disk} is described with an image that is there already, of which any other {path} may be an older one: name the host that has the right one with 'godwit vm start {vm} --on HOST'"
+    );
     Err(ApiError::new(ErrorCode::WrongState, message).on_host(to))
 }
 
@@ -97,6 +144,39 @@ mod tests {
         let error = disks_are_there(&vm, &removed(false), &b).unwrap_err();
         assert!(error.message.contains("removed") && error.message.contains("--on HOST"));
         assert!(disks_are_there(&vm, &removed(true), &b).is_ok());
+    }
+
+    /// It began with an image that a migration had left on the other host, and lacked all that was written since.
+    #[test]
+    fn a_vm_that_is_described_anew_starts_where_the_deleted_one_of_its_name_ran_last() {
+        let name = |name: &str| HostName::new(name).unwrap();
+        let (a, b) = (name("a"), name("b"));
+        let former = |host, is_named| WrittenOn::Former { host, is_named };
+        let on_a = former(Some(a.clone()), false);
+        let mut vm = spec();
+        assert!(disks_are_there(&vm, &on_a, &b).is_ok(), "nothing of it");
+        assert_eq!(goes_on_at(&vm, &on_a), None);
+        vm.disks = vec![godwit_types::vm::DiskSpec::new("root", "/root.raw")];
+        assert_eq!(goes_on_at(&vm, &on_a), Some(&a));
+        assert!(disks_are_there(&vm, &on_a, &a).is_ok());
+        let error = disks_are_there(&vm, &on_a, &b).unwrap_err();
+        for text in [
+            "on host a",
+            "disk root",
+            "/root.raw",
+            "vm start web --on HOST",
+        ] {
+            assert!(error.message.contains(text), "{text}: {error}");
+        }
+        let removed = disks_are_there(&vm, &former(None, false), &a).unwrap_err();
+        assert!(removed.message.contains("removed"), "{removed}");
+        for host in [None, Some(a.clone())] {
+            assert!(disks_are_there(&vm, &former(host, true), &b).is_ok());
+        }
+        // One that is made is no older one.
+        vm.disks[0].size_gib = Some(1);
+        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
+        assert_eq!(goes_on_at(&vm, &on_a), None);
     }
 
     #[test]

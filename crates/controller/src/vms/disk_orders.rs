@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Refuses: to begin for a VM that moves to another host, and one that no host has.
 
+use super::entry_of;
 use super::move_disks::{host_of, must_stay};
 use crate::app::App;
 use crate::error::{Outcome, on_no_host, unknown_vm};
@@ -42,16 +43,13 @@ pub async fn limit_disk(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<D
 
 async fn describe_limits(app: &App, name: &VmName, wish: &LimitDisk) -> Outcome<()> {
     let _macs = app.macs_turn().await;
-    let entry = {
-        let mut state = app.state();
-        let entry = state.vms.get_mut(name).ok_or_else(|| unknown_vm(name))?;
-        let specs = [Some(&mut entry.spec), entry.resolved.as_mut()];
-        let disks = specs.into_iter().flatten().flat_map(|spec| &mut spec.disks);
-        let disks = disks.filter(|disk| disk.name == wish.disk);
-        disks.for_each(|disk| disk.limits = wish.limits);
-        entry.clone()
-    };
+    let mut entry = entry_of(app, name)?;
+    let specs = [Some(&mut entry.spec), entry.resolved.as_mut()];
+    let disks = specs.into_iter().flatten().flat_map(|spec| &mut spec.disks);
+    let disks = disks.filter(|disk| disk.name == wish.disk);
+    disks.for_each(|disk| disk.limits = wish.limits);
     app.store.save_vm(&entry).await?;
+    app.state().vms.insert(name.clone(), entry);
     Ok(())
 }
 

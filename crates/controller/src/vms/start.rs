@@ -8,9 +8,10 @@ use super::{
 };
 use crate::app::App;
 use crate::error::{Outcome, refuse, silent, way_out};
+use crate::former::Former;
 use crate::macs;
 use crate::placement::place;
-use crate::placement::written::{WrittenOn, disks_are_there};
+use crate::placement::written::{WrittenOn, disks_are_there, goes_on_at};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::survey::{clear, refused, survey};
@@ -99,7 +100,9 @@ impl Plan {
 /// Starts a VM where it is held, where it was asked for, or where there is room.
 pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Started> {
     let _turn = app.vm_turns.take(name).await;
-    let plan = match plan_start(app, name, request) {
+    let former = app.store.former_vm(name).await?;
+    let plan_start = || plan_start(app, (name, former.as_ref()), request);
+    let plan = match plan_start() {
         // One refusal is shown as it is, several as one of preflight.
         Err(error)
             if matches!(
@@ -107,7 +110,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
                 ErrorCode::OutOfMemory | ErrorCode::Preflight | ErrorCode::WrongState
             ) && ask_the_full(app, name, request).await =>
         {
-            plan_start(app, name, request)?
+            plan_start()?
         }
         plan => plan?,
     };
@@ -171,16 +174,27 @@ fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName>
 }
 
 /// Where the disks of a VM were written last, as the book knows it.
-fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
+fn written_on(
+    book: &Book,
+    (name, former): (&VmName, Option<&Former>),
+    is_named: bool,
+) -> WrittenOn {
     let ran = book.ran(name);
     match ran.holder {
         Some(host) if book.is_enrolled(&host) => WrittenOn::Host(host),
-        None if ran.held == Generation(0) => WrittenOn::Nowhere,
+        None if ran.held == Generation(0) => former.map_or(WrittenOn::Nowhere, |former| {
+            let host = former.host.clone().filter(|host| book.is_enrolled(host));
+            WrittenOn::Former { host, is_named }
+        }),
         _ => WrittenOn::Removed { is_named },
     }
 }
 
-fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
+fn plan_start(
+    app: &App,
+    (name, former): (&VmName, Option<&Former>),
+    request: &StartRequest,
+) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
     app.must_be_described(name)?;
     must_be_off(app, name, OffFor::Start)?;
@@ -188,7 +202,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     let (held, written) = {
         let state = app.state();
         let holds = |place: &Place| place.vm.as_ref().is_some_and(|vm| vm.holds());
-        let written = written_on(&state.book, name, request.on.is_some());
+        let written = written_on(&state.book, (name, former), request.on.is_some());
         (state.place(name).filter(holds), written)
     };
     if let Some(host) = &request.on {
@@ -200,7 +214,10 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         None => match app.makings.host_of(name) {
             // What was begun there goes on there.
             Some(host) => host,
-            None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
+            None => match goes_on_at(&entry.spec, &written) {
+                Some(host) if app.connected_agent(host).is_ok() => host.clone(),
+                _ => place::choose(&entry.spec, &taking(app, &hosts)?)?,
+            },
         },
     };
     app.drains.must_take_vms(&host)?;

@@ -189,3 +189,40 @@ async fn a_disk_that_was_made_for_a_start_that_failed_stays_and_is_told_of() {
     start("b").await.unwrap();
     assert_eq!((made(&a), made(&b)), (1, 1));
 }
+
+/// It began with an older image that a migration had left on the other host.
+#[tokio::test]
+async fn a_vm_that_is_described_anew_starts_where_the_deleted_one_ran_last_or_where_a_person_says()
+{
+    let house = House::new().await;
+    let (mut a, b) = (house.host("a").await, house.host("b").await);
+    b.script().info.as_mut().unwrap().memory_free_mib = 4000;
+    let mut described = spec("web");
+    described.disks = vec![DiskSpec::new("root", "/fast/root.raw")];
+    let on = |name: &str| StartRequest {
+        on: Some(host(name)),
+    };
+    let client = house.client();
+    client.create_vm(&described).await.unwrap();
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    let deleted = async || {
+        client.stop(&vm("web"), &FORCED).await.unwrap();
+        client.delete_vm(&vm("web")).await.unwrap();
+    };
+    deleted().await;
+    // The other one has more memory.
+    let message = place(&house, &described).await;
+    assert_eq!(message, "VM 'web' runs on host a");
+    deleted().await;
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    client.create_vm(&described).await.unwrap();
+    let refused = client.start(&vm("web"), &StartRequest::default()).await;
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::WrongState);
+    for words in ["ran last on host a", "disk root", "vm start web --on HOST"] {
+        assert!(refused.to_string().contains(words), "{refused}");
+    }
+    let started = client.start(&vm("web"), &on("b")).await.unwrap();
+    assert_eq!(started.message, "VM 'web' runs on host b");
+}

@@ -47,6 +47,28 @@ async fn a_vm_that_ran_and_is_described_anew_has_its_user_id_again_over_a_restar
     assert_eq!(uid(&house, "web").await, first);
 }
 
+/// Only one of two VMs may open its images.
+#[tokio::test]
+async fn a_former_user_id_that_another_vm_has_by_now_is_not_given_again() {
+    let mut house = House::new().await;
+    let a = house.host("a").await;
+    house.running("web", "a").await;
+    let first = uid(&house, "web").await;
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
+    house.until_vm("web", VmState::Stopped, "a").await;
+    house.client().delete_vm(&vm("web")).await.unwrap();
+    house.client().create_vm(&spec("db")).await.unwrap();
+    house.stop().await;
+    // As once all ids were given out.
+    let sql = format!("UPDATE vms SET spec = json_set(spec, '$.uid', {first}) WHERE name = 'db'");
+    house.execute(&sql).await;
+    house.start().await;
+    house.client().create_vm(&spec("web")).await.unwrap();
+    assert_eq!(uid(&house, "db").await, first);
+    assert_ne!(uid(&house, "web").await, first);
+    assert!(a.script().vms.is_empty());
+}
+
 #[tokio::test]
 async fn a_person_may_repeat_a_user_id_and_not_choose_one() {
     let house = House::new().await;
