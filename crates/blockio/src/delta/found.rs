@@ -210,6 +210,20 @@ pub fn is_frozen(
     Ok(found.label.in_use == Use::Frozen)
 }
 
+/// Whether this is an extent of ours that has another number than this. What is none, or is cut short, has none.
+pub fn is_another(
+    (file, path): (File, &Path),
+    wanted: Id,
+    block_bytes: u32,
+) -> Result<bool, Error> {
+    let image = Image::of(file, path, Access::ReadOnly, block_bytes);
+    match image.and_then(|image| Found::of(image, None)) {
+        Ok(found) => Ok(found.label.id != wanted),
+        Err(error) if error.is_of_storage() => Err(error),
+        Err(_) => Ok(false),
+    }
+}
+
 /// Whether this is an extent of ours that holds nothing. Of one that was not closed the tables may not tell all: it must not hold any bytes either. One of a disk
 /// of more bytes than these counts as one that holds something where its file has anything behind its head: its tables are as long as it says, and are not read.
 pub fn is_empty(

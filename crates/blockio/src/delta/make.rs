@@ -98,8 +98,8 @@ fn failed(action: &'static str, path: &Path, source: io::Error) -> Error {
     }
 }
 
-/// Writes a descriptor for a raw image, so that others can read deltas above it down to it. `text` names the file; the image
-/// itself is not touched. Returns what a delta beside it names as its parent.
+/// Writes a descriptor for a raw image, so that others can read deltas above it down to it. `image` names the file as the descriptor
+/// is to have it, and is not touched; `bytes` is the disk's length, `cid` its number. Returns what a delta beside it names as its parent.
 pub fn describe_base(
     descriptor: &Path,
     image: &str,

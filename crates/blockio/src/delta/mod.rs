@@ -32,7 +32,7 @@ use rustix::io::Errno;
 
 pub(crate) use filling::Filling;
 use found::Found;
-pub use found::{Wanted, is_empty, is_frozen};
+pub use found::{Wanted, is_another, is_empty, is_frozen};
 pub use make::{NewDelta, create, create_extent, describe_base, describe_delta, describe_over};
 pub use map::{Words, forget as forget_map};
 pub use merge::{Target, merge};

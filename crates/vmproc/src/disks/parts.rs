@@ -8,7 +8,7 @@ use super::BLOCK;
 use super::entry::{Entry, Found, holds_nothing};
 use super::images::{remove, rename};
 use super::redo::may_be_away;
-use godwit_blockio::delta::{is_frozen, read_descriptor};
+use godwit_blockio::delta::{is_another, is_frozen, read_descriptor};
 use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::{Images, files};
@@ -157,6 +157,19 @@ impl Part {
         }
     }
 
+    /// Whether the file that was found is this one. Its number is given again by file systems, as to the delta that another VM has put there since, which
+    /// says what it is.
+    fn is_it(&self, found: (u64, u64), noted: (u64, u64), entry: &Entry<'_>) -> io::Result<bool> {
+        if found != noted {
+            return self.is_this_part(found, entry);
+        }
+        let Some(id) = Id::of_digits(&self.id) else {
+            return Ok(true);
+        };
+        let looked = is_another((entry.open()?, Path::new(&self.path)), id, BLOCK);
+        Ok(!looked.map_err(io::Error::other)?)
+    }
+
     /// Whether it is this, though its file system may be another one: it says so, or it holds nothing, since a power cut took what it was to say.
     fn is_this_part(&self, (_, number): (u64, u64), entry: &Entry<'_>) -> io::Result<bool> {
         if self.image.is_none_or(|image| image.1 != number) {
@@ -186,8 +199,7 @@ impl Part {
                 let mut devices = device.into_iter().chain([image.0]);
                 (devices.any(|device| entry.is_on(device)), true)
             }
-            Found::File(found) if found == image => (entry.remove(), true),
-            Found::File(found) => match self.is_this_part(found, &entry) {
+            Found::File(found) => match self.is_it(found, image, &entry) {
                 Ok(true) => (entry.remove(), true),
                 Ok(false) => (true, false),
                 Err(error) => {
@@ -308,6 +320,28 @@ mod tests {
         assert!(parts.remove(&own));
         assert_eq!(left(directory.path()), ["root.raw"]);
         assert!(parts.remove(&own), "it is gone");
+    }
+
+    /// A delta of another VM had got the number of one that was gone, and was removed for it.
+    #[test]
+    fn a_file_that_got_the_number_of_a_part_and_says_that_it_is_another_stays() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (own, mut parts) = disk(directory.path());
+        let extent = parts.files[0].path.clone();
+        let id = std::mem::replace(&mut parts.files[0].id, "02".repeat(16));
+        let part = &parts.files[0];
+        assert!(part.remove(None), "nothing of it is left");
+        assert!(Path::new(&extent).exists());
+        // What a power cut left of it says nothing.
+        File::options()
+            .write(true)
+            .open(&extent)
+            .unwrap()
+            .set_len(100)
+            .unwrap();
+        parts.files[0].id = id;
+        assert!(parts.remove(&own));
+        assert_eq!(left(directory.path()), ["root.raw"]);
     }
 
     #[test]
