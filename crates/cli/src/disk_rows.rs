@@ -36,7 +36,7 @@ pub fn iteration(ended: &DiskIteration) -> String {
         ),
     };
     format!(
-        "iteration {}: {} in {:.2} s{left_out}; {} to be copied again",
+        "iteration {}: {} in {:.2} s{left_out}; {} written meanwhile",
         ended.number,
         amount(ended.copied_bytes),
         ended.seconds,
@@ -46,8 +46,9 @@ pub fn iteration(ended: &DiskIteration) -> String {
 
 /// How long a guest waited while redo logs were put over its disks, ms, and to what part of its requests it was slowed.
 pub fn put_over(frozen_ms: f64, slowed_to: Option<f64>) -> String {
-    let slowed = slowed_to.map_or_else(String::new, |part| {
-        format!("; its guest was slowed to {:.0} %", part * 1e2)
+    let slowed = slowed_to.map_or_else(String::new, |part| match part < 0.01 {
+        true => "; its guest was slowed to less than 1 %".to_owned(),
+        false => format!("; its guest was slowed to {:.0} %", part * 1e2),
     });
     format!("its guest waited {frozen_ms:.1} ms while they were put over{slowed}")
 }

@@ -74,8 +74,8 @@ fn of_a_disk_that_went_along_by_dirty_tracking_each_iteration_is_told() {
     assert_eq!(
         lines,
         [
-            "disk root, iteration 1: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB to be copied again",
-            "disk root, iteration 2: 300.0 MiB in 1.50 s; 0.0 MiB to be copied again"
+            "disk root, iteration 1: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB written meanwhile",
+            "disk root, iteration 2: 300.0 MiB in 1.50 s; 0.0 MiB written meanwhile"
         ]
     );
 }
@@ -92,6 +92,8 @@ fn of_disks_that_went_along_by_redo_logs_it_is_told_what_the_logs_took() {
     assert_eq!(logs(json!(null)), told);
     let slowed = format!("{told}; its guest was slowed to 25 %");
     assert_eq!(logs(json!(0.25)), slowed);
+    let almost_stopped = format!("{told}; its guest was slowed to less than 1 %");
+    assert_eq!(logs(json!(0.0004)), almost_stopped);
     assert_eq!(row(&report(json!({})), "redo logs"), None);
 }
 

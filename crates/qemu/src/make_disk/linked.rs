@@ -321,7 +321,7 @@ fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String>
     let new = NewDelta {
         descriptor: &descriptor,
         bytes: parent.bytes,
-        id: Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?,
+        id: Id::of_digits(&fresh.id).ok_or("a delta has an id that is no number")?,
         parent: &below,
     };
     create(&new).map(drop).map_err(|error| error.to_string())

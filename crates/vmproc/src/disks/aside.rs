@@ -29,21 +29,18 @@ pub(super) fn wait<T>(done: &Receiver<T>, deadline: Instant) -> Result<T, String
     done.recv_timeout(left).map_err(|_| silent.to_owned())
 }
 
-/// Does something on a thread of its own; nothing where that has not ended by then, or not in an orderly way. It goes on alone where nobody waits for it.
+/// Does something on a thread of its own; nothing where that has not ended by then, if a time is given, or not in an orderly way. It goes on alone where nobody waits for it.
 pub(super) fn within<R: Send + 'static>(
-    until: Instant,
+    (name, until): (&str, Option<Instant>),
     may_go_on: impl Fn() -> Result<(), Stopped>,
     work: impl FnOnce() -> R + Send + 'static,
 ) -> Result<Option<R>, Stopped> {
-    let (done, is_done) = channel();
-    let thread = std::thread::Builder::new().name("redo-last".to_owned());
-    thread.spawn(move || {
-        let _ = done.send(work()); // whoever asked may have given up
-    })?;
+    let is_done = begin(name, work)?;
+    let has_time = || until.is_none_or(|until| Instant::now() < until);
     loop {
         match is_done.recv_timeout(LOOK_EVERY) {
             Ok(result) => return Ok(Some(result)),
-            Err(RecvTimeoutError::Timeout) if Instant::now() < until => may_go_on()?,
+            Err(RecvTimeoutError::Timeout) if has_time() => may_go_on()?,
             Err(_) => return Ok(None),
         }
     }
@@ -57,7 +54,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_longer_than_until_then_or_until_it_is_called_off() {
-        let long = || Instant::now() + LONG;
+        let long = || ("waits", Some(Instant::now() + LONG));
         let waits = || Ok(());
         assert!(within(long(), waits, || 7).is_ok_and(|done| done == Some(7)));
         // What hangs ends with the test.
@@ -66,11 +63,15 @@ mod tests {
             (hold, move || held.recv().is_ok())
         };
         let (hold, work) = hangs();
-        assert!(within(Instant::now(), waits, work).is_ok_and(|done| done.is_none()));
+        assert!(
+            within(("hangs", Some(Instant::now())), waits, work).is_ok_and(|done| done.is_none())
+        );
         drop(hold);
-        let (hold, work) = hangs();
-        let stopped = within(long(), || Err(Stopped::Cancelled), work);
-        assert!(matches!(stopped, Err(Stopped::Cancelled)));
-        drop(hold);
+        for until in [long().1, None] {
+            let (hold, work) = hangs();
+            let stopped = within(("hangs", until), || Err(Stopped::Cancelled), work);
+            assert!(matches!(stopped, Err(Stopped::Cancelled)));
+            drop(hold);
+        }
     }
 }

@@ -339,14 +339,15 @@ impl ByLogs<'_> {
     /// How far it is, for whoever asks.
     fn tell(&mut self) {
         let logs = (1..=self.redo.logs()).filter_map(|log| log_of(&self.images, log));
-        let logs: u64 = logs.filter_map(|name| self.bytes_of(&name).ok()).sum();
+        let logs = logs.filter_map(|name| self.bytes_of(&name).ok());
         let copy = fstat(&self.copy).map_or(0, |found| {
             u64::try_from(found.st_blocks)
                 .unwrap_or(0)
                 .saturating_mul(512)
         });
+        let space = logs.fold(copy, u64::saturating_add);
         let taken = &mut self.taken;
-        taken.space_max_bytes = taken.space_max_bytes.max(logs + copy);
+        taken.space_max_bytes = taken.space_max_bytes.max(space);
         taken.logs = self.redo.logs();
         if let Some(known) = lock(&self.served.by_logs).get(&self.place.spec.name) {
             taken.frozen_ms = known.frozen.as_secs_f64() * 1e3;
@@ -387,7 +388,7 @@ impl ByLogs<'_> {
             copy: self.copy.try_clone()?,
             path: PathBuf::from(&going.place.path),
         };
-        if !in_time(self.disk.settle(REST_WAIT))? {
+        if in_time(self.disk.settle(REST_WAIT))?.is_none() {
             return Ok(self.not_yet(Duration::ZERO));
         }
         let (disk, began) = (Arc::clone(&self.disk), Instant::now());
@@ -396,7 +397,7 @@ impl ByLogs<'_> {
         };
         reached("redo.held");
         self.redo.done();
-        let is_durable = in_time(standing.settle(STAND_WAIT))?;
+        let is_durable = in_time(standing.settle(STAND_WAIT))?.is_some();
         let until = began + Duration::from_secs_f64(self.redo.limit_s());
         let is_in_time = is_durable && Instant::now() < until && !is_late("redo.held");
         let found = match is_in_time {

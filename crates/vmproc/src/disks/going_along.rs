@@ -252,6 +252,21 @@ impl SourceDisks {
         }
     }
 
+    /// What its guest stands still for.
+    pub(crate) fn what_is_last(&self) -> &'static str {
+        match self.way {
+            Way::Mirrored | Way::Tracked => "the last blocks of its disks",
+            Way::ByLogs(_) => "the last redo logs of its disks",
+        }
+    }
+
+    /// Somebody waits for the disks from now on, or again, while the guest runs.
+    pub(crate) fn wait_on(&self) {
+        if let Way::ByLogs(logs) = &self.way {
+            logs.wait_on();
+        }
+    }
+
     /// Whether memory may follow: both hosts' images are equal, or so few blocks are marked that a guest may stand still for them.
     pub(crate) fn are_ready(&self) -> bool {
         match &self.way {

@@ -46,7 +46,11 @@ impl LastLog {
         let is_over = Arc::new(AtomicBool::new(false));
         let goes_on = Arc::clone(&is_over);
         let goes_on = move || !goes_on.load(Ordering::SeqCst) && Instant::now() < until;
-        let found = within(until + LATE_MAX, may_go_on, move || self.work(goes_on));
+        let found = within(
+            ("redo-last", Some(until + LATE_MAX)),
+            may_go_on,
+            move || self.work(goes_on),
+        );
         // Whoever is not waited for any more does no more than it has begun.
         is_over.store(true, Ordering::SeqCst);
         match found? {
@@ -74,11 +78,11 @@ impl LastLog {
     }
 }
 
-/// Whether what a disk's guest was told is durable; not where that takes so long that its guest works on first.
-pub(super) fn in_time(settled: Result<(), godwit_vhost::Error>) -> Result<bool, Stopped> {
-    match settled {
-        Ok(()) => Ok(true),
-        Err(godwit_vhost::Error::NotDurable { .. }) => Ok(false),
+/// What a disk was asked to do while its guest waits; nothing where a request, or its storage, takes so long that its guest works on first.
+pub(super) fn in_time<T>(asked: Result<T, godwit_vhost::Error>) -> Result<Option<T>, Stopped> {
+    match asked {
+        Ok(done) => Ok(Some(done)),
+        Err(godwit_vhost::Error::NotDurable { .. } | godwit_vhost::Error::Busy { .. }) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
@@ -88,12 +92,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_log_that_is_not_durable_in_time_is_left_for_later_and_what_failed_ends_the_move() {
+    fn a_disk_that_does_not_rest_or_is_not_durable_in_time_is_left_for_later_and_what_failed_ends_the_move()
+     {
         let waited = Duration::from_millis(500);
-        let slow = godwit_vhost::Error::NotDurable { waited };
-        assert!(in_time(Ok(())).is_ok_and(|is_so| is_so));
-        assert!(in_time(Err(slow)).is_ok_and(|is_so| !is_so));
-        let failed = in_time(Err(godwit_vhost::Error::Ended));
+        assert!(in_time(Ok(7)).is_ok_and(|done| done == Some(7)));
+        for slow in [
+            godwit_vhost::Error::NotDurable { waited },
+            godwit_vhost::Error::Busy {
+                under_way: 1,
+                waited,
+            },
+        ] {
+            assert!(in_time::<()>(Err(slow)).is_ok_and(|done| done.is_none()));
+        }
+        let failed = in_time::<()>(Err(godwit_vhost::Error::Ended));
         assert!(matches!(failed, Err(Stopped::Failed(_))));
     }
 }

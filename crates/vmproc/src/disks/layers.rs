@@ -149,7 +149,7 @@ impl Place<'_> {
 
     /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
-        let id = Id::of_digits(&fresh.id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(&fresh.id).ok_or("a delta has an id that is no number")?;
         let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
         let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
@@ -178,7 +178,7 @@ impl Place<'_> {
         };
         if let Some(id) = id {
             let cid = Id::of_digits(id)
-                .ok_or("the name of a delta is no number")?
+                .ok_or("a delta has an id that is no number")?
                 .cid();
             return Ok(Parent { cid, hint });
         }

@@ -163,7 +163,7 @@ fn must_be(extent: &Path, id: &str) -> Result<(), String> {
     if !is_there(extent)? {
         return Ok(());
     }
-    let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
+    let id = Id::of_digits(id).ok_or("a delta has an id that is no number")?;
     let file = open_looked_at(CWD, extent, OFlags::RDWR | OFlags::NOFOLLOW);
     let file = file.map_err(|why| format!("{}: {why}", extent.display()))?;
     let opened = Delta::unlocked((file, extent), id, BLOCK);

@@ -119,7 +119,12 @@ impl LogsAway {
         self.shared.is_equal() && !self.courses.iter().any(Course::has_lost)
     }
 
-    /// Whether memory may follow. Where the last log has grown meanwhile another one is put over.
+    /// Somebody waits for them, and the guest goes on: where the last log has grown meanwhile another one is put over.
+    pub(super) fn wait_on(&self) {
+        self.shared.wait_on();
+    }
+
+    /// Whether memory may follow.
     pub(super) fn are_ready(&self) -> bool {
         self.shared.is_ready()
     }

@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// The log to which the guest writes.
+/// How the guest would stand still for the log to which it writes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct LastLog {
-    /// For how long the guest would stand still for it, s,
+pub(super) struct Hold {
+    /// For so long, s,
     pub wait_s: f64,
-    /// and for how long it may, so that memory can follow: the log grows meanwhile.
+    /// and for so long it may, s, so that memory can follow: the log grows meanwhile.
     pub limit_s: f64,
 }
 
-impl LastLog {
+impl Hold {
     pub fn is_short(self) -> bool {
         self.wait_s <= self.limit_s
     }
@@ -46,11 +46,11 @@ struct State {
     /// How often it was stopped.
     stops: u64,
     /// Nothing while the guest could not be stopped for it.
-    last_log: Option<LastLog>,
+    last_log: Option<Hold>,
     /// Another log is wanted, since the last one has grown.
     wants_another: bool,
-    /// Somebody waits for the disks: the guest, which stood still for its last log, goes on.
-    is_asked: bool,
+    /// The driver waits for the disks since the guest was stopped or went on last: so one that stood still for its last log goes on here.
+    driver_waits: bool,
     /// The driver has told something that the thread has not looked at.
     is_news: bool,
     is_over: bool,
@@ -89,18 +89,21 @@ impl Shared {
             }
             false => Guest::Runs,
         };
-        (state.is_asked, state.wants_another, state.last_log) = (false, false, None);
+        (state.driver_waits, state.wants_another, state.last_log) = (false, false, None);
         self.tell(&mut state);
     }
 
-    /// Whether memory may follow. Where the last log has grown meanwhile another one is put over.
-    pub fn is_ready(&self) -> bool {
+    /// The driver waits for the disks: its guest goes on, and where the last log has grown meanwhile another one is put over.
+    pub fn wait_on(&self) {
         let mut state = lock(&self.state);
-        let is_short = state.last_log.map(LastLog::is_short);
-        state.is_asked = true;
-        state.wants_another |= is_short == Some(false);
+        state.driver_waits = true;
+        state.wants_another |= state.last_log.is_some_and(|last| !last.is_short());
         self.tell(&mut state);
-        is_short == Some(true)
+    }
+
+    /// Whether memory may follow.
+    pub fn is_ready(&self) -> bool {
+        lock(&self.state).last_log.is_some_and(Hold::is_short)
     }
 
     /// Whether the guest may be stopped, for at most so long, s.
@@ -181,7 +184,7 @@ impl Shared {
     }
 
     /// The guest may be stopped for this log, or for none; nothing of one that stands still already.
-    pub fn set_last_log(&self, last: Option<LastLog>) {
+    pub fn set_last_log(&self, last: Option<Hold>) {
         let mut state = lock(&self.state);
         if state.guest == Guest::Runs {
             state.last_log = last;
@@ -189,7 +192,7 @@ impl Shared {
     }
 
     /// Takes the wish for another log, if this one is too large still.
-    pub fn take_wish(&self, last: LastLog) -> bool {
+    pub fn take_wish(&self, last: Hold) -> bool {
         let mut state = lock(&self.state);
         let wants = std::mem::take(&mut state.wants_another) && !last.is_short();
         if wants {
@@ -198,9 +201,9 @@ impl Shared {
         wants
     }
 
-    /// Takes that somebody waits for the disks.
-    pub fn take_asked(&self) -> bool {
-        std::mem::take(&mut lock(&self.state).is_asked)
+    /// Takes that the driver waits for the disks.
+    pub fn take_driver_waits(&self) -> bool {
+        std::mem::take(&mut lock(&self.state).driver_waits)
     }
 
     pub fn fail(&self, why: String) {
@@ -261,8 +264,8 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    fn last(wait_s: f64) -> LastLog {
-        LastLog {
+    fn last(wait_s: f64) -> Hold {
+        Hold {
             wait_s,
             limit_s: 1.0,
         }
@@ -291,21 +294,29 @@ mod tests {
     #[test]
     fn another_log_is_wanted_only_where_somebody_waits_for_one_that_has_grown() {
         let shared = Shared::default();
-        assert!(!shared.is_ready() && !shared.take_wish(last(2.0)));
+        let ask = || {
+            shared.wait_on();
+            shared.is_ready()
+        };
+        assert!(!ask() && !shared.take_wish(last(2.0)));
         shared.set_last_log(Some(last(1.0)));
-        assert!(shared.is_ready() && !shared.take_wish(last(2.0)));
+        assert!(ask() && !shared.take_wish(last(2.0)));
         shared.set_last_log(Some(last(2.0)));
-        assert!(!shared.is_ready() && shared.not_copied().is_none());
+        assert!(
+            !shared.is_ready() && !shared.take_wish(last(2.0)),
+            "a look asks for nothing"
+        );
+        assert!(!ask() && shared.not_copied().is_none());
         assert!(shared.take_wish(last(2.0)));
         assert!(shared.not_copied().is_some(), "another log is waited for");
         // Who stops the guest does not ask for anything by that, and its log is not offered once more.
-        assert!(shared.take_asked());
-        shared.is_ready();
+        assert!(shared.take_driver_waits() && !shared.take_driver_waits());
+        shared.wait_on();
         shared.turn(true);
-        assert!(!shared.take_asked());
+        assert!(!shared.take_driver_waits());
         shared.turn(false);
         shared.set_last_log(Some(last(2.0)));
-        assert!(!shared.is_ready());
+        assert!(!ask());
         shared.turn(true);
         shared.turn(false);
         assert!(!shared.take_wish(last(2.0)), "it was for a log of before");

@@ -9,7 +9,7 @@ use super::last_log::in_time;
 use super::layers::OwnedPlace;
 use super::logs_away::must_be_one_image;
 use super::logs_room::{Lies, LogsRoom};
-use super::logs_shared::{LastLog, Shared, Stop};
+use super::logs_shared::{Hold, Shared, Stop};
 use super::served::Served;
 use super::switching::Stopped;
 use super::to_copy::{but, holes};
@@ -109,7 +109,7 @@ impl One {
     /// Of those of its logs, of which there are so many, that nobody writes to any more; of one whose size cannot be told, nothing.
     fn frozen_bytes(&self, logs: u32) -> u64 {
         let frozen = (1..logs).filter_map(|log| log_of(&self.images, log));
-        frozen.filter_map(|log| self.bytes_of(&log).ok()).sum()
+        all(frozen.filter_map(|log| self.bytes_of(&log).ok()))
     }
 
     fn told(&self, why: &str) -> String {
@@ -169,11 +169,18 @@ impl One {
     }
 
     /// What its guest wrote last is where it is looked for, and durable. The guest stands still, and so does the disk for a moment. Returns whether it is: not where
-    /// its storage takes longer, which goes on with it.
+    /// a request or its storage takes longer, which goes on with it.
     fn settle(&self) -> Result<bool, Stopped> {
-        let standing = self.disk.stand_still(STAND_WAIT)?;
-        in_time(standing.settle(STAND_WAIT))
+        let Some(standing) = in_time(self.disk.stand_still(STAND_WAIT))? else {
+            return Ok(false);
+        };
+        Ok(in_time(standing.settle(STAND_WAIT))?.is_some())
     }
+}
+
+/// So many bytes together, of which file systems tell.
+fn all(bytes: impl IntoIterator<Item = u64>) -> u64 {
+    bytes.into_iter().fold(0, u64::saturating_add)
 }
 
 fn send<I: Iterator<Item = Move>>(
@@ -328,7 +335,7 @@ impl Sender {
         let length =
             |data: &Vec<Range<u64>>| data.iter().map(|range| range.end - range.start).sum();
         let bytes: Vec<u64> = data.iter().map(length).collect();
-        self.context.shared.begin(bytes.iter().sum());
+        self.context.shared.begin(all(bytes.iter().copied()));
         let mut sent = Vec::new();
         for (one, (data, bytes)) in self.disks.iter_mut().zip(data.iter().zip(bytes)) {
             let began = Instant::now();
@@ -351,7 +358,7 @@ impl Sender {
         }
         self.context
             .shared
-            .begin(logs.iter().map(|(_, bytes)| bytes).sum());
+            .begin(all(logs.iter().map(|(_, bytes)| *bytes)));
         let mut sent = Vec::new();
         for (one, (name, bytes)) in self.disks.iter_mut().zip(logs) {
             let began = Instant::now();
@@ -373,20 +380,20 @@ impl Sender {
 
     /// Of all of them.
     fn top_bytes(&self) -> Result<u64, Stopped> {
-        Ok(self.tops()?.iter().sum())
+        Ok(all(self.tops()?))
     }
 
     /// Has what follows decided, once this was sent of each disk. That something is made durable early costs the last log nothing; the guest has written to its
     /// log until then.
     fn ended(&mut self, (at, began): (Instant, Vec<Began>), sent: &[Work]) -> Result<(), Stopped> {
         let seconds = at.elapsed().as_secs_f64();
-        let bytes = sent.iter().map(|work| work.bytes).sum();
+        let bytes = all(sent.iter().map(|work| work.bytes));
         for one in &mut self.disks {
             self.flushes += 1;
             one.flush(&self.context, self.flushes)?;
         }
         let ((_, now), tops) = (self.begin(), self.tops()?);
-        let top = tops.iter().sum();
+        let top = all(tops.iter().copied());
         self.redo.ended(Work { bytes, seconds }, top);
         self.context.shared.begin(top);
         self.note_step(sent, &tops);
@@ -406,7 +413,7 @@ impl Sender {
     /// Has it told what was sent of each disk, of which so much is to be sent again, and what its logs took until now.
     fn note_step(&mut self, sent: &[Work], tops: &[u64]) {
         let logs = self.redo.logs();
-        self.frozen_bytes = self.disks.iter().map(|one| one.frozen_bytes(logs)).sum();
+        self.frozen_bytes = all(self.disks.iter().map(|one| one.frozen_bytes(logs)));
         let frozen = self.disks.iter().map(|one| {
             let known = lock(&self.context.served.by_logs);
             let frozen = known.get(one.name()).map(|logs| logs.frozen);
@@ -426,7 +433,7 @@ impl Sender {
         });
         let shared = &self.context.shared;
         shared.step_ended(ended.collect(), (logs, frozen));
-        self.note_space(tops.iter().sum());
+        self.note_space(all(tops.iter().copied()));
     }
 
     /// What all logs take, of which those to which the guest writes have so many bytes.
@@ -454,7 +461,7 @@ impl Sender {
             self.context.goes_on((one.index, &one.disk), None)?;
         }
         let top = self.top_bytes()?;
-        let last = LastLog {
+        let last = Hold {
             wait_s: self.redo.wait_s(top),
             limit_s: self.redo.limit_s(),
         };
@@ -473,7 +480,7 @@ impl Sender {
 
     /// Nothing of its disks is changed before it is known that the guest goes on here; it may write already.
     fn wait_for_guest(&self) -> Result<(), Stopped> {
-        while !self.context.shared.take_asked() {
+        while !self.context.shared.take_driver_waits() {
             self.context.must_go_on()?;
             if self.context.served.held().is_some() {
                 self.context.room.must_be_left()?;

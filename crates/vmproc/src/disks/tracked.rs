@@ -7,7 +7,7 @@
 //! Part of a move ([`super::in_place`]). Owns nothing. Refuses: to hold a guest for longer than its limit, in all attempts together, as far as
 //! that is known beforehand: the record is written while the disk is closed, and storage that takes long for that adds to it.
 
-use super::aside::begin;
+use super::aside::within;
 use super::going_along::{SourceDisks, Way};
 use super::in_place::LOOK_EVERY;
 use super::served::Served;
@@ -17,7 +17,6 @@ use godwit_blockio::filters::{Course, DirtyTracking, Mirroring, Outlet};
 use godwit_blockio::{Closed, Filter, LastBlocks};
 use godwit_tracking::{Iteration, Options};
 use godwit_types::disk_move::{DiskIteration, DiskIterations, Method, Optimisation, SentLogs};
-use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether a disk that is closed has nothing left to be copied.
@@ -100,18 +99,10 @@ impl Served {
     /// What was copied until now is not to be made durable while the guest waits. Whoever calls the move off is heard meanwhile.
     fn sync_before_closing(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
         let second = mirror.second.clone();
-        let synced = begin("disk-sync", move || second.sync())?;
-        loop {
-            match synced.recv_timeout(LOOK_EVERY) {
-                Ok(synced) => {
-                    synced?;
-                    return Ok(());
-                }
-                Err(RecvTimeoutError::Timeout) => self.must_go_on(going, mirror)?,
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err("its new image could not be made durable".into());
-                }
-            }
+        let may_go_on = || self.must_go_on(going, mirror);
+        match within(("disk-sync", None), may_go_on, move || second.sync())? {
+            Some(synced) => Ok(synced?),
+            None => Err("its new image could not be made durable".into()),
         }
     }
 

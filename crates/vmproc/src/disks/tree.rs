@@ -462,7 +462,7 @@ impl Place<'_> {
             let id = images.images.get(image).and_then(|one| one.id.as_deref());
             let id = id
                 .and_then(Id::of_digits)
-                .ok_or("the name of a delta is no number")?;
+                .ok_or("a delta has an id that is no number")?;
             let file = file.try_clone().map_err(|error| error.to_string())?;
             let opening = opening(&name, LOCK_WAIT);
             let delta = match *image == images.top {
@@ -525,7 +525,7 @@ impl Place<'_> {
         if descriptor.symlink_metadata().is_ok() {
             return Ok(());
         }
-        let id = Id::of_digits(id).ok_or("the name of a delta is no number")?;
+        let id = Id::of_digits(id).ok_or("a delta has an id that is no number")?;
         let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
         self.as_opener(|| {
             let new = godwit_blockio::delta::NewDelta {

@@ -77,6 +77,7 @@ impl SourceDriver {
                 return Err(Halt::Failed(why));
             }
             // What is left is looked at last: of disks that are equal nothing is.
+            disks.wait_on();
             let synchronised = disks.are_ready() || planted(UNSYNCHRONISED);
             let left = disks.left_bytes();
             // Holes are known to the disks' threads by now.
@@ -205,8 +206,9 @@ impl SourceDriver {
                 }
                 // As soon as whoever held it hears of this.
                 Closed::Opened => {
+                    let last = disks.what_is_last();
                     return Err(Halt::Failed(format!(
-                        "the last blocks of its disks were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
+                        "{last} were not copied within {limit_s:.1} s: a guest may stand still for them for {DOWNTIME_MAX_S} s in all attempts together: the mirror, which is the default method, moves such disks: leave out --method"
                     )));
                 }
             }

@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(
             lines,
             [
-                "  iteration 2: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB to be copied again"
+                "  iteration 2: 300.0 MiB in 1.50 s, without 10.0 MiB that is written again and again; 30.0 MiB written meanwhile"
             ]
         );
         (disk.state, disk.why) = (DiskMoveState::Failed, Some("no room".into()));
