@@ -4,7 +4,7 @@
 
 use crate::disk::open_looked_at;
 use godwit_snapshots::{Images, Kind, files};
-use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
+use godwit_store::json_from;
 use godwit_types::datastore::is_device_path;
 use godwit_types::migration::LinkedTo;
 use godwit_types::snapshots::{
@@ -14,7 +14,6 @@ use godwit_types::snapshots::{
 use rustix::fs::{CWD, OFlags, fgetxattr};
 use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
-use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -40,10 +39,7 @@ fn described(image: &Path) -> Option<Images> {
     if !found.is_file() || found.mode() & 0o022 != 0 {
         return None;
     }
-    let mut content = Vec::new();
-    let limited = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut content);
-    limited.ok()?;
-    let images: Images = json_of(&at, &content).ok()?;
+    let images: Images = json_from(&at, file).ok()?;
     images.check().ok().map(|()| images)
 }
 

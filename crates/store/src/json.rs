@@ -11,7 +11,7 @@ use crate::error::StoreError;
 use crate::files::{Files, RealFiles, directory_of, replace_durably, sync_name};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 
 /// Longest document, in bytes.
@@ -68,6 +68,14 @@ pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreErr
         return Ok(None);
     };
     json_of(path, &content).map(Some)
+}
+
+/// The document of a file that is open and has this path. Read is no more than one may be long.
+pub fn json_from<T: DeserializeOwned>(path: &Path, file: impl Read) -> Result<T, StoreError> {
+    let mut content = Vec::new();
+    let read = file.take(DOCUMENT_BYTES_MAX + 1).read_to_end(&mut content);
+    read.map_err(|error| StoreError::unread(path, error))?;
+    json_of(path, &content)
 }
 
 /// The document that was read at `path`.

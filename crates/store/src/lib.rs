@@ -21,7 +21,8 @@ mod vm;
 pub use error::StoreError;
 pub use files::{Files, RealFiles, make_directory, read_regular, read_text, replace_durably};
 pub use json::{
-    DOCUMENT_BYTES_MAX, json_of, json_size, load_json, remove_document, save_json, sync_document,
+    DOCUMENT_BYTES_MAX, json_from, json_of, json_size, load_json, remove_document, save_json,
+    sync_document,
 };
 pub use lock::VmLock;
 pub use vm::{RECORD_BYTES_MAX, UEFI_VARIABLES_FILE, VmStore};

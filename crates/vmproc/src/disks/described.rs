@@ -21,7 +21,7 @@ use godwit_qemu::layered::random_number;
 use godwit_qemu::rights::as_user;
 use godwit_qemu::user::User;
 use godwit_snapshots::{Image, Images, Kind};
-use godwit_store::{DOCUMENT_BYTES_MAX, json_of, remove_document, save_json, sync_document};
+use godwit_store::{json_from, remove_document, save_json, sync_document};
 use godwit_types::datastore::is_device_path;
 use godwit_types::snapshots::{
     LAYERED_BEGUN as BEGUN, LAYERED_MARK as MARK, LAYERED_MARK_MAX as MARK_LEN_MAX, description_of,
@@ -30,7 +30,7 @@ use godwit_types::vm::DiskSpec;
 use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr, fstat, fsync};
 use rustix::io::Errno;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read as _};
+use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
@@ -159,12 +159,7 @@ pub(super) fn read_description(at: &Path) -> Result<Option<Images>, NotDone> {
     match found {
         Found::Nothing => Ok(None),
         Found::Other => Err(NotDone::Why("it is no file".to_owned())),
-        Found::File(_) => {
-            let (file, mut content) = (entry.open()?, Vec::new());
-            file.take(DOCUMENT_BYTES_MAX + 1)
-                .read_to_end(&mut content)?;
-            json_of(at, &content).map(Some).map_err(not_done)
-        }
+        Found::File(_) => json_from(at, entry.open()?).map(Some).map_err(not_done),
     }
 }
 
@@ -264,10 +259,7 @@ impl Place<'_> {
             opened => opened?,
         };
         self.must_be_ours((image, at), &file.metadata()?)?;
-        let mut content = Vec::new();
-        file.take(DOCUMENT_BYTES_MAX + 1)
-            .read_to_end(&mut content)?;
-        json_of(at, &content).map(Some).map_err(not_done)
+        json_from(at, file).map(Some).map_err(not_done)
     }
 
     /// Whoever may write it decides what the guest's disk is.

@@ -51,10 +51,24 @@ impl<'a> Entry<'a> {
         Ok(Self { dir, name, path })
     }
 
+    /// Another name in the very directory that is held: that of this path, whose own directory counts for nothing.
+    pub(super) fn beside<'b>(&self, path: &'b Path) -> io::Result<Entry<'b>> {
+        let Some(name) = path.file_name() else {
+            return Err(io::Error::other("it names no file"));
+        };
+        let dir = self.dir.try_clone()?;
+        Ok(Entry { dir, name, path })
+    }
+
     /// With what has the name.
     pub(super) fn looked_at(path: &'a Path) -> io::Result<(Found, Self)> {
         let entry = Self::at(path)?;
         Ok((entry.look()?, entry))
+    }
+
+    /// As people are told of it.
+    pub(super) fn path(&self) -> &'a Path {
+        self.path
     }
 
     /// What has the name just now; a link is not followed.

@@ -439,7 +439,7 @@ impl Place<'_> {
         }
     }
 
-    fn open_extent(
+    pub(super) fn open_extent(
         &self,
         images: &Images,
         name: &str,

@@ -6,25 +6,21 @@
 
 use super::BLOCK;
 use super::described::bears_mark_of;
-use super::entry::Entry;
+use super::entry::{Entry, Found};
 use super::former::{Former, is_device};
-use super::images::remove;
 use super::served::Served;
 use super::told;
 use crate::adoption::lock;
-use godwit_blockio::delta::Delta;
+use godwit_blockio::delta::is_frozen;
 use godwit_delta::Id;
 use godwit_ownership::Is;
-use godwit_qemu::disk::open_looked_at;
 use godwit_snapshots::{Images, files};
-use godwit_store::load_json;
+use godwit_store::json_from;
 use godwit_types::disk_move::Method;
 use godwit_types::snapshots::{becomes_one_image, description_of};
 use godwit_types::vm::DiskSpec;
-use rustix::fs::{CWD, OFlags};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::fd::AsFd as _;
-use std::path::Path;
 
 /// What the log is told once of: it may be tried for days.
 const ABOVE: &str = "above";
@@ -119,55 +115,52 @@ pub(super) fn remove_above(former: &Former<'_>) -> bool {
     }
 }
 
+/// All of it lies in the directory that is held from the first look on: who may exchange that has nothing removed elsewhere.
 fn remove_described(former: &Former<'_>) -> Result<bool, String> {
+    let told = |error: io::Error| error.to_string();
+    let (found, own) = match Entry::looked_at(former.path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
+        looked => looked.map_err(told)?,
+    };
     let at = description_of(former.path);
-    if !is_there(&at)? {
+    let description = own.beside(&at).map_err(told)?;
+    if description.look().map_err(told)? == Found::Nothing {
         return Ok(true);
     }
-    let looked = Entry::looked_at(former.path).and_then(|(found, entry)| {
-        let is_it = former.compare(found, &entry)? == Is::It;
-        is_it.then(|| entry.open()).transpose()
-    });
     // What is there in its place is not removed either, nor what belongs to that.
-    let Some(image) = looked.map_err(|error| error.to_string())? else {
+    if former.compare(found, &own).map_err(told)? != Is::It {
         return Ok(true);
-    };
-    let images: Option<Images> = load_json(&at).map_err(|error| error.to_string())?;
-    let images = images.ok_or("its description is gone")?;
+    }
+    let image = own.open().map_err(told)?;
+    let images: Images =
+        json_from(&at, description.open().map_err(told)?).map_err(|why| why.to_string())?;
     images.check()?;
     if !bears_mark_of(image.as_fd(), &images)? || !images.is_linked_only() {
         return Err("it is no description of a linked disk which that image was".to_owned());
     }
     for (name, delta) in images.deltas() {
-        let descriptor = former.path.with_file_name(files::descriptor(name));
-        let extent = former.path.with_file_name(files::extent(name));
+        let at = [files::descriptor(name), files::extent(name)];
+        let [descriptor, extent] = at.map(|name| former.path.with_file_name(name));
+        let [descriptor, extent] = [&descriptor, &extent].map(|path| own.beside(path));
+        let (descriptor, extent) = (descriptor.map_err(told)?, extent.map_err(told)?);
         must_be(&extent, delta.id.as_deref().unwrap_or_default())?;
-        if !(remove(&descriptor) && remove(&extent)) {
+        if !(descriptor.remove() && extent.remove()) {
             return Ok(false);
         }
     }
-    Ok(remove(&at))
-}
-
-/// Storage that does not answer does not say that there is nothing.
-fn is_there(path: &Path) -> Result<bool, String> {
-    match path.symlink_metadata() {
-        Ok(_) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error.to_string()),
-    }
+    Ok(description.remove())
 }
 
 /// Refuses another file than this delta; nothing may be there any more.
-fn must_be(extent: &Path, id: &str) -> Result<(), String> {
-    if !is_there(extent)? {
+fn must_be(extent: &Entry<'_>, id: &str) -> Result<(), String> {
+    let told = |why: &dyn std::fmt::Display| format!("{}: {why}", extent.path().display());
+    if extent.look().map_err(|error| told(&error))? == Found::Nothing {
         return Ok(());
     }
     let id = Id::of_digits(id).ok_or("a delta has an id that is no number")?;
-    let file = open_looked_at(CWD, extent, OFlags::RDWR | OFlags::NOFOLLOW);
-    let file = file.map_err(|why| format!("{}: {why}", extent.display()))?;
-    let opened = Delta::unlocked((file, extent), id, BLOCK);
-    opened.map(drop).map_err(|error| error.to_string())
+    let file = extent.open().map_err(|error| told(&error))?;
+    let looked = is_frozen((file, extent.path()), id, BLOCK);
+    looked.map(drop).map_err(|error| error.to_string())
 }
 
 #[cfg(test)]
@@ -265,14 +258,21 @@ mod tests {
         assert!(disk.remove_above(), "there is nothing more");
     }
 
+    /// Whoever owned a directory above put a link in its place, and what is called so elsewhere was removed.
     #[test]
-    fn an_error_is_no_answer_that_nothing_is_there() {
+    fn nothing_is_removed_in_a_directory_that_has_taken_the_place_of_the_first() {
         let disk = Disk::new();
-        assert_eq!(is_there(&disk.own()), Ok(true));
-        assert_eq!(is_there(&disk.dir.path().join("other.raw")), Ok(false));
-        let below_a_file = disk.own().join("other.raw");
-        assert!(is_there(&below_a_file).is_err());
-        assert!(must_be(&below_a_file, &"7".repeat(32)).is_err());
+        let own = disk.own();
+        let (found, entry) = Entry::looked_at(&own).unwrap();
+        assert!(matches!(found, Found::File(_)));
+        let extent = disk.dir.path().join("root.raw.d1-sesparse.vmdk");
+        let elsewhere = tempfile::tempdir_in("/var/tmp").unwrap();
+        let foreign = elsewhere.path().join("root.raw.d1-sesparse.vmdk");
+        std::fs::write(&foreign, "precious").unwrap();
+        // The path leads there by now; what is held does not.
+        let beside = entry.beside(&foreign).unwrap();
+        must_be(&beside, &format!("{:032x}", 7)).unwrap();
+        assert!(beside.remove() && foreign.exists() && !extent.exists());
     }
 
     #[test]

@@ -12,10 +12,10 @@ use godwit_blockio::delta::{is_another, is_frozen, read_descriptor};
 use godwit_delta::Id;
 use godwit_qemu::disk::identity_of;
 use godwit_snapshots::{Images, files};
-use godwit_store::{DOCUMENT_BYTES_MAX, json_of};
+use godwit_store::json_from;
 use godwit_types::snapshots::description_of;
 use serde::{Deserialize, Serialize};
-use std::io::{self, Read as _};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// One file of a disk.
@@ -128,10 +128,7 @@ impl Parts {
         let looked = Entry::looked_at(&path).and_then(|(found, entry)| match found {
             Found::Nothing | Found::Other => Ok(true),
             Found::File(_) => {
-                let mut content = Vec::new();
-                let mut file = entry.open()?.take(DOCUMENT_BYTES_MAX + 1);
-                file.read_to_end(&mut content)?;
-                let images = json_of::<Images>(&path, &content);
+                let images = json_from::<Images>(&path, entry.open()?);
                 if !images.is_ok_and(|images| images.mark == self.mark) {
                     return Ok(true);
                 }

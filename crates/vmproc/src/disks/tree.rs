@@ -18,11 +18,11 @@ use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::faults::reached;
 use crate::hypervisor::internal;
-use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map};
+use godwit_blockio::delta::{Delta, Outliving, Words, create_extent, forget_map, is_frozen};
 use godwit_blockio::filters::{Course, Outlet, Pace, Still, TopOnly, untouched};
 use godwit_blockio::{Access, Image, NO_NEARER, Nearer, SecondImage};
 use godwit_delta::{Id, Layout, States};
-use godwit_qemu::disk::{identity_of, identity_of_open};
+use godwit_qemu::disk::identity_of_open;
 use godwit_qemu::layered::random_number;
 use godwit_snapshots::{AnotherPlace, Images};
 use godwit_types::ApiError;
@@ -30,6 +30,7 @@ use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -393,8 +394,7 @@ impl Place<'_> {
     pub(super) fn parts_of(&self, images: &Images) -> Result<Parts, String> {
         let files = images.deltas().map(|(name, one)| {
             let path = self.extent(images, name);
-            let image = identity_of(&path);
-            let image = image.map_err(|error| format!("{}: {error}", path.display()))?;
+            let image = self.identity_of_part(images, name, &path)?;
             Ok(Part {
                 path: path.to_string_lossy().into_owned(),
                 beside: String::new(),
@@ -406,6 +406,25 @@ impl Place<'_> {
             mark: images.mark.clone(),
             files: files.collect::<Result<_, String>>()?,
         })
+    }
+
+    /// Which file a delta is, as it is opened with the rights of the VM's user and says that it is the one that is described: it may be removed by that.
+    fn identity_of_part(
+        &self,
+        images: &Images,
+        name: &str,
+        path: &Path,
+    ) -> Result<Option<(u64, u64)>, String> {
+        let told = |error: std::io::Error| format!("{}: {error}", path.display());
+        match path.symlink_metadata() {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            found => found.map_err(told)?,
+        };
+        let (file, id) = self.open_extent(images, name, true)?;
+        let found = identity_of_open(&file).map_err(told)?;
+        let looked = is_frozen((file, path), (id, images.bytes), BLOCK);
+        looked.map_err(|error| error.to_string())?;
+        Ok(Some(found))
     }
 
     /// What is to lie there, and has names that end so until it is whole.
