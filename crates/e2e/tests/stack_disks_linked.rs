@@ -142,6 +142,8 @@ fn an_image_that_disks_are_linked_to_is_neither_written_nor_exchanged() -> Resul
     std::fs::write(&path, std::fs::read(&aside)?)?;
     is_refused(&stack, &start, "what is there now is another one")?;
     std::fs::rename(&aside, &path)?;
+    is_refused(&stack, &start, "everybody can change it")?;
+    std::fs::set_permissions(&path, Permissions::from_mode(0o644))?;
     stack.ok("controller", &start)?;
     goes_on_at(&stack, "one", "a")?;
     base_is_unchanged(&stack)

@@ -25,6 +25,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// Whether an image is the one that disks know by a number.
@@ -47,6 +48,24 @@ pub fn known_by(image: &File, number: &str) -> io::Result<Known> {
     // Whatever else it bears is none of ours.
     let is_it = !is_parent(image)? && number_of(image)? == number;
     Ok(if is_it { Known::BySight } else { Known::Not })
+}
+
+/// Refuses an image that somebody could change, or put in the place of the one that disks know by its number, which anybody can read: it must be root's or that of
+/// the host's QEMUs' common user, unless nobody writes on its storage. Why is the end of a sentence that names it.
+pub fn must_be_trusted(image: &File, common: u32) -> Result<(), String> {
+    if Mounted::of(image)? != Mounted::ForWriting {
+        return Ok(());
+    }
+    let found = image.metadata().map_err(|error| error.to_string())?;
+    let own = rustix::process::geteuid().as_raw();
+    let who = match (found.mode() & 0o002 != 0, found.uid()) {
+        (true, _) => "everybody".to_owned(),
+        (false, owner) if [0, common, own].contains(&owner) => return Ok(()),
+        (false, owner) => format!("user {owner}"),
+    };
+    Err(format!(
+        "{who} can change it, and with it every disk that is linked to it: have it be root's, for others to read only ('chown root FILE; chmod go-w FILE'), if it certainly is what it was"
+    ))
 }
 
 /// Has an image that is [`Known::BySight`] be written by nobody: it bears its number from now on, durably, unless nobody of this host can write it anyway.
@@ -120,11 +139,16 @@ pub fn must_be_same(
     stores: &[PathBuf],
     user: User,
 ) -> Result<(), String> {
-    let looked = as_user(user.uid, user.gid, || Ok(is_same(linked, bytes, stores)));
+    let is_same = || is_same((linked, user.uid), bytes, stores);
+    let looked = as_user(user.uid, user.gid, || Ok(is_same()));
     looked.map_err(|errno| errno.to_string())?
 }
 
-fn is_same(linked: &LinkedTo, bytes: u64, stores: &[PathBuf]) -> Result<(), String> {
+fn is_same(
+    (linked, common): (&LinkedTo, u32),
+    bytes: u64,
+    stores: &[PathBuf],
+) -> Result<(), String> {
     let opened = open_looked_at(CWD, Path::new(&linked.path), OFlags::RDONLY);
     let file = opened.map_err(|why| match why {
         NotOpened::Errno(Errno::NOENT | Errno::NOTDIR) => "it is not there".to_owned(),
@@ -150,6 +174,7 @@ fn is_same(linked: &LinkedTo, bytes: u64, stores: &[PathBuf]) -> Result<(), Stri
             ));
         }
     }
+    must_be_trusted(&file, common)?;
     match found.len() == bytes {
         true => Ok(()),
         false => Err(format!(
@@ -200,8 +225,33 @@ fn borne_by(image: &File) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
 
     const NUMBER: &str = "0123456789abcdef0123456789abcdef";
+
+    /// Whoever may write into its directory put another file there, with the number that everybody can read, and all linked disks changed.
+    #[test]
+    fn an_image_that_somebody_may_change_is_not_the_one_that_disks_are_linked_to() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        let (image, path) = (file.as_file(), file.path());
+        let common = 4242;
+        assert_eq!(must_be_trusted(image, common), Ok(()));
+        let mode = |mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        mode(0o646);
+        let why = must_be_trusted(image, common).unwrap_err();
+        assert!(why.contains("everybody can change it"), "{why}");
+        mode(0o640);
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: giving a file away needs root");
+            return;
+        }
+        for (owner, is_trusted) in [(common, true), (4243, false), (0, true)] {
+            std::os::unix::fs::chown(path, Some(owner), None).unwrap();
+            let why = must_be_trusted(image, common);
+            assert_eq!(why.is_ok(), is_trusted, "{owner}: {why:?}");
+        }
+    }
 
     #[test]
     fn a_copy_is_the_same_image_by_its_place_its_number_and_its_length() {
@@ -214,7 +264,7 @@ mod tests {
             used_bytes: 0,
             has_snapshots: false,
         };
-        let why = |id: &str, bytes, stores: &[PathBuf]| is_same(&linked(id), bytes, stores);
+        let why = |id: &str, bytes, stores: &[PathBuf]| is_same((&linked(id), 0), bytes, stores);
         let refused = |id: &str, bytes, stores: &[PathBuf]| why(id, bytes, stores).unwrap_err();
         assert!(refused(NUMBER, 4096, &stores).contains("is not there"));
         let file = File::create(&path).unwrap();

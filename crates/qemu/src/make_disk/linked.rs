@@ -16,7 +16,7 @@ use super::source::LOCK_WAIT;
 use super::{BLOCK, Maker, Place, finish, mark_of, refuse_reserved};
 use crate::disk::{NotOpened, must_be_no_devices, open_looked_at};
 use crate::layered::{must_be_whole, random_number};
-use crate::parent::{is_parent, number_for_disks};
+use crate::parent::{is_parent, must_be_trusted, number_for_disks};
 use crate::qcow2::{Format, HEAD_MAX, format_of};
 use crate::reserved::place_of_open;
 use crate::rights::as_user;
@@ -24,6 +24,7 @@ use crate::user::User;
 use crate::whose::whose;
 use godwit_blockio::delta::{NewDelta, create, describe_base};
 use godwit_blockio::{Access, lock_file};
+use godwit_delta::header::is_extent;
 use godwit_delta::{Id, Parent as Below};
 use godwit_ownership::ImageRecord;
 use godwit_snapshots::{Common, Fresh, Images, files};
@@ -104,6 +105,7 @@ fn open(path: &str, disk: &DiskSpec, maker: &Maker<'_>) -> Result<(File, u64), S
             "it says that it is disk '{disk}' of VM '{vm}', whose guest writes it: make a copy for this, or, if it is no disk any more, 'godwit image release {path}' on this host first"
         )));
     }
+    must_be_trusted(&file, uid).map_err(refused)?;
     must_be_raw(&file).map_err(refused)?;
     let bytes = found.len();
     if bytes == 0 || !bytes.is_multiple_of(BLOCK) || bytes > DISK_GIB_MAX << 30 {
@@ -154,6 +156,9 @@ fn must_be_raw(file: &File) -> Result<(), String> {
     let length = length.map_err(|error| error.to_string())?;
     let remedy = "linked disks begin as raw images: make one of it with 'qemu-img convert -O raw', or leave out `linked`, which makes a copy of its own";
     match format_of(head.get(..length).unwrap_or_default()) {
+        Ok(Format::Raw) if is_extent(&head) => Err(format!(
+            "it is a part of a disk with snapshots, or of a linked one, and {remedy}"
+        )),
         Ok(Format::Raw) => Ok(()),
         Ok(Format::Qcow2(_)) => Err(format!("it is a qcow2 image, and {remedy}")),
         Err(why) => Err(format!("{why}; {remedy}")),

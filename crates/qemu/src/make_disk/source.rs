@@ -147,6 +147,12 @@ impl Source {
         let (own, used) =
             length_and_use(&file, End::ByLabel(None)).map_err(|error| cannot(&error))?;
         let found = looked_at(file).map_err(|error| cannot(&error))?;
+        // A disk's own image has what its guest wrote.
+        if is_extent(&found.head) && whose(&found.file.file).is_none() {
+            return Err(format!(
+                "the image {path} is a part of a disk with snapshots, or of a linked one: make one image of that disk's chain with 'qemu-img convert' while its VM is off, or clone its VM"
+            ));
+        }
         let chain = walk(named, found, |below| open_below(below, named, maker))?;
         let mut parts = chain.into_iter().map(Part::from);
         let top = parts.next().ok_or_else(|| cannot(&"nothing is there"))?;

@@ -4,6 +4,7 @@
 //! it as one does not ask.
 
 use godwit_blockio::{Buffer, holder};
+use godwit_delta::header::is_extent;
 use godwit_qemu::qcow2::{Format, format_of};
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -21,6 +22,9 @@ pub(super) fn must_be_raw(image: &File, path: &str) -> Result<(), String> {
     // What cannot be read is told when it is served.
     let length = image.read_at(head.bytes_mut(), 0).unwrap_or_default();
     match format_of(head.bytes().get(..length).unwrap_or_default()) {
+        Ok(Format::Raw) if is_extent(head.bytes()) => Err(format!(
+            "the image {path} is a part of a disk with snapshots, or of a linked one, and no disk by itself: name that disk's own image, or give this disk another path"
+        )),
         Ok(Format::Raw) => Ok(()),
         Ok(Format::Qcow2(_)) => Err(format!(
             "the image {path} is no raw image but a qcow2 one: give the disk another path, and `from = \"{path}\"` if it is to begin with what that one holds"
@@ -32,6 +36,27 @@ pub(super) fn must_be_raw(image: &File, path: &str) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_blockio::delta::{NewDelta, create};
+
+    /// Whoever described a VM with it read what another VM's guest had written.
+    #[test]
+    fn a_part_of_another_disk_is_no_disk_by_itself() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let parent = godwit_delta::Parent {
+            cid: 1,
+            hint: "base.vmdk".to_owned(),
+        };
+        let new = NewDelta {
+            descriptor: &dir.path().join("db.raw.d1.vmdk"),
+            bytes: 1 << 20,
+            id: godwit_delta::Id([1; 16]),
+            parent: &parent,
+        };
+        create(&new).unwrap();
+        let extent = dir.path().join("db.raw.d1-sesparse.vmdk");
+        let why = must_be_raw(&File::open(&extent).unwrap(), "db.raw.d1-sesparse.vmdk");
+        assert!(why.unwrap_err().contains("a part of a disk with snapshots"));
+    }
 
     #[test]
     fn an_image_of_another_format_is_no_disk_until_a_guest_has_written_that_itself() {

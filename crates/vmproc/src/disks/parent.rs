@@ -13,7 +13,7 @@ use super::{BLOCK, LOCK_WAIT, lock_name};
 use godwit_blockio::delta::Delta;
 use godwit_blockio::{Access, Image as DiskImage};
 use godwit_qemu::mounted::Mounted;
-use godwit_qemu::parent::{Known, known_by, protect};
+use godwit_qemu::parent::{Known, known_by, must_be_trusted, protect};
 use godwit_snapshots::{Common, Images};
 use godwit_types::snapshots::PARENT_MARK;
 use godwit_types::vm::DiskSpec;
@@ -92,6 +92,10 @@ impl Place<'_> {
     ) -> Result<(), String> {
         let known = self.as_opener(|| known_by(image, id).map_err(NotDone::from));
         let known = known.map_err(|why| format!("{linked}, whose mark cannot be read: {why}"))?;
+        if known != Known::Not {
+            let trusted = must_be_trusted(image, self.config.qemu_uid);
+            trusted.map_err(|why| format!("{linked}, which is not used: {why}"))?;
+        }
         match known {
             Known::ByMark => return Ok(()),
             Known::BySight => {}
