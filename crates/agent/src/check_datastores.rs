@@ -105,7 +105,7 @@ fn look(name: &DatastoreName, path: &str, (user, state_dir): (User, &Path)) -> C
                 NAME,
                 format!("{name}: {path} is not there: {error}"),
                 format!(
-                    "mount it, or make it: install -d -g {} -m 2770 {path}",
+                    "mount it, or make it: install -d -g {} -m 3770 {path}",
                     user.gid
                 ),
             );
@@ -204,7 +204,7 @@ fn not_writable(name: &DatastoreName, path: &str, user: User) -> Option<Check> {
             NAME,
             format!("{name}: QEMU's users may not make images in {path}"),
             format!(
-                "chgrp {} {path}; chmod 2770 {path}, and let that group pass through the directories above",
+                "chgrp {} {path}; chmod 3770 {path}, and let that group pass through the directories above",
                 user.gid
             ),
         )),
@@ -393,9 +393,9 @@ mod tests {
         let path = dir.display().to_string();
         let found = looked(&path);
         assert_eq!(found.status, CheckStatus::Failed, "{found:?}");
-        assert!(found.remedy.contains(&format!("chmod 2770 {path}")));
+        assert!(found.remedy.contains(&format!("chmod 3770 {path}")));
         std::os::unix::fs::chown(&dir, None, Some(users::NOBODY.gid)).unwrap();
-        std::fs::set_permissions(&dir, Permissions::from_mode(0o2770)).unwrap();
+        std::fs::set_permissions(&dir, Permissions::from_mode(0o3770)).unwrap();
         let found = looked(&path);
         assert!(!found.found.contains("may not"), "{found:?}");
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);

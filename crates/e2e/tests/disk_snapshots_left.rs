@@ -11,6 +11,9 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::Instant;
 
+/// The user of these hosts' QEMUs.
+const NOBODY: u32 = 65534;
+
 /// Waits until this is so.
 fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + LONG;
@@ -43,6 +46,8 @@ fn what_a_process_that_died_made_for_a_snapshot_is_removed_by_its_successor_thou
             let half = site.path.with_file_name(half);
             std::fs::write(&half, "")?;
             std::fs::set_permissions(&half, Permissions::from_mode(mode))?;
+            // As it was made; nobody else removes it from such a directory.
+            std::os::unix::fs::chown(&half, Some(NOBODY), None)?;
         }
         before.push(theirs.to_owned());
         before.sort();

@@ -304,7 +304,7 @@ fn moves_an_installed_system(site: &Site) -> Result<()> {
         .status()?;
     ensure!(copied.success(), "the image is not copied");
     for host in [a, b] {
-        host.ok("mkdir /srv/vms && chgrp godwit-qemu /srv/vms && chmod 2770 /srv/vms")?;
+        host.ok("mkdir /srv/vms && chgrp godwit-qemu /srv/vms && chmod 3770 /srv/vms")?;
     }
     std::fs::write(a.machine.inside("root/db.toml"), INSTALLED)?;
     a.ok("cat db.toml; godwit vm create db.toml && godwit vm start db --on a")?;

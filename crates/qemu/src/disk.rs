@@ -53,7 +53,7 @@ pub enum DiskError {
     },
     /// QEMU's user may not make files there.
     #[error(
-        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu {dir}; chmod 2770 {dir}), or give the disk another place",
+        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu {dir}; chmod 3770 {dir}), or give the disk another place",
         dir = .path.parent().unwrap_or(Path::new("/")).display()
     )]
     NoPlace { path: PathBuf, uid: u32 },

@@ -104,7 +104,7 @@ mod tests {
         let refused = can().expect_err("it is root's").to_string();
         assert!(
             refused.contains("may not make")
-                && refused.contains(&format!("chmod 2770 {})", dir.display())),
+                && refused.contains(&format!("chmod 3770 {})", dir.display())),
             "{refused}"
         );
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).expect("chmod");

@@ -43,7 +43,16 @@ pub fn of(common: Common<'_>, spec: &VmSpec) -> Result<User, ApiError> {
     let in_group = User { uid, ..user };
     match check_boot_files(common, spec, alone) {
         Ok(()) => Ok(alone),
-        Err(_) => check_boot_files(common, spec, in_group).map(|()| in_group),
+        Err(_) => {
+            check_boot_files(common, spec, in_group)?;
+            let (vm, group) = (&spec.name, user.gid);
+            tracing::warn!(
+                %vm,
+                group,
+                "its kernel or initramfs is for the common group alone, so that its QEMU is in that group, and may open and put elsewhere what that group may, as other VMs' images: let everybody read it (chmod a+r)"
+            );
+            Ok(in_group)
+        }
     }
 }
 

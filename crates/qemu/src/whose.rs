@@ -5,13 +5,15 @@
 use crate::disk::open_looked_at;
 use godwit_blockio::holder;
 use godwit_ownership::ImageRecord;
+use godwit_types::ids::is_valid_name;
 use rustix::fs::{CWD, OFlags};
 use std::os::fd::AsFd;
 use std::path::Path;
 
 pub(crate) fn whose(image: impl AsFd) -> Option<ImageRecord> {
     let held = holder::read(image.as_fd()).ok()??;
-    serde_json::from_slice(&held.text).ok()
+    let record: ImageRecord = serde_json::from_slice(&held.text).ok()?;
+    is_valid_name(&record.disk).then_some(record)
 }
 
 /// The same of what has that name, with the rights of this process.

@@ -8,6 +8,7 @@ use godwit_blockio::{Access, label, lock_file};
 use godwit_ownership::ImageRecord;
 use godwit_qemu::disk::{NotOpened, open_looked_at};
 use godwit_qemu::rights::as_user;
+use godwit_types::ids::is_valid_name;
 use godwit_types::{ApiError, ErrorCode};
 use rustix::fs::{CWD, OFlags};
 use std::fs::File;
@@ -135,10 +136,14 @@ pub(crate) fn record_in(text: &[u8]) -> Result<Option<ImageRecord>, String> {
     if text.is_empty() {
         return Ok(None);
     }
-    let record = serde_json::from_slice(text);
-    record.map_err(|error| {
-        format!("what it says of itself is no record of this version of Godwit ({error})")
-    })
+    let of_none = |why: &dyn std::fmt::Display| {
+        format!("what it says of itself is no record of this version of Godwit ({why})")
+    };
+    let record: ImageRecord = serde_json::from_slice(text).map_err(|error| of_none(&error))?;
+    match is_valid_name(&record.disk) {
+        true => Ok(Some(record)),
+        false => Err(of_none(&"the name of its disk is none")),
+    }
 }
 
 /// The same where it matters only whose it is: nothing also where it cannot be read.

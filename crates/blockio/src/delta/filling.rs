@@ -12,7 +12,7 @@ use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
-use godwit_delta::{GRAIN, Grain, Layout, States};
+use godwit_delta::{GRAIN, GRAINS_PER_BLOCK, Grain, Layout, States};
 use godwit_types::plant::planted;
 use rustix::fs::{FallocateFlags, fallocate, fdatasync};
 use rustix::io::{Errno, retry_on_intr};
@@ -117,6 +117,7 @@ impl Filling {
         }
         let place = self.layout.data_at() + whole.start;
         room.take(&self.file, &(place..place + buffer.len() as u64))?;
+        room.take(&self.file, &self.tables_of(&whole))?;
         self.file.write_all_at(buffer.bytes(), place)?;
         self.say(&whole, Grain::Present);
         Ok(())
@@ -135,6 +136,7 @@ impl Filling {
         }
         self.write_zeros(room, &(range.start..start))?;
         self.write_zeros(room, &(end.min(range.end)..range.end))?;
+        room.take(&self.file, &self.tables_of(&(start..end)))?;
         // What is there then counts no more: it is no matter whether it can be given back.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let place = self.layout.data_at() + start;
@@ -144,6 +146,13 @@ impl Filling {
         }
         self.say(&(start..end), Grain::Zero);
         Ok(())
+    }
+
+    /// Where it stands that these bytes of the disk are here, or zero, once that is settled.
+    fn tables_of(&self, bytes: &Range<u64>) -> Range<u64> {
+        let grains = bytes.start / GRAIN..bytes.end.div_ceil(GRAIN);
+        let blocks = grains.start / GRAINS_PER_BLOCK..grains.end.div_ceil(GRAINS_PER_BLOCK);
+        self.layout.block_at(blocks.start)..self.layout.block_at(blocks.end)
     }
 
     fn write_zeros(&self, room: &KeptRoom, range: &Range<u64>) -> io::Result<()> {

@@ -225,7 +225,7 @@ impl Stack {
     pub fn make_directory(&self, host: &str, path: &str) -> Result<()> {
         let directory = self.inside(host, path)?;
         std::fs::create_dir_all(&directory)?;
-        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o1777))?;
         Ok(())
     }
 

@@ -64,7 +64,7 @@ impl Site {
 
     fn on_the_machine(accelerator: Accelerator, dir: &Path) -> Result<Pair> {
         std::fs::create_dir(dir.join("images"))?;
-        std::fs::set_permissions(dir.join("images"), Permissions::from_mode(0o777))?;
+        std::fs::set_permissions(dir.join("images"), Permissions::from_mode(0o1777))?;
         Pair::new(accelerator)
     }
 
@@ -291,7 +291,7 @@ pub fn another(site: &Site, name: &str) -> Result<PathBuf> {
     let directory = above.context("a directory")?.join(name);
     if !directory.exists() {
         std::fs::create_dir(&directory)?;
-        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o1777))?;
     }
     Ok(directory.join("web-root.raw"))
 }
@@ -517,7 +517,7 @@ impl Fragile {
         Self::made(mounts, "second", |accelerator, dir| {
             for name in ["images", "second"] {
                 std::fs::create_dir(dir.join(name))?;
-                let all = Permissions::from_mode(0o777);
+                let all = Permissions::from_mode(0o1777);
                 std::fs::set_permissions(dir.join(name), all)?;
             }
             Pair::new(accelerator)
@@ -534,7 +534,7 @@ impl Fragile {
             let pair = pair(accelerator, dir)?;
             let at = dir.join(name);
             volume = Some(Volume::mount_direct(mounts.as_fd(), &at)?);
-            std::fs::set_permissions(&at, Permissions::from_mode(0o777))?;
+            std::fs::set_permissions(&at, Permissions::from_mode(0o1777))?;
             Ok(pair)
         };
         let site = Site::obedient_of(pair, &["root"])?;

@@ -337,7 +337,7 @@ impl Lab {
                 true => drop(machine.mount_direct_volume(at)?),
                 false => std::fs::create_dir_all(&directory)?,
             }
-            std::fs::set_permissions(&directory, Permissions::from_mode(0o777))?;
+            std::fs::set_permissions(&directory, Permissions::from_mode(0o1777))?;
             File::open(&directory)?.sync_all()?;
         }
         Ok(())
