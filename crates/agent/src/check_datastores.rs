@@ -204,9 +204,14 @@ fn not_writable(name: &DatastoreName, path: &str, user: User) -> Option<Check> {
             NAME,
             format!("{name}: QEMU's users may not make images in {path}"),
             format!(
-                "chgrp {} {path}; chmod 3770 {path}, and let that group pass through the directories above",
+                "chown 0:{} {path}; chmod 3770 {path}, and let that group pass through the directories above",
                 user.gid
             ),
+        )),
+        sticky @ DiskError::Sticky { .. } => Some(failed(
+            NAME,
+            format!("{name}: {sticky}"),
+            format!("chown root {path}"),
         )),
         // A full one may not even take a file without a name; its room says so.
         DiskError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull => None,

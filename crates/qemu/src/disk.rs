@@ -53,10 +53,15 @@ pub enum DiskError {
     },
     /// QEMU's user may not make files there.
     #[error(
-        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu {dir}; chmod 3770 {dir}), or give the disk another place",
+        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chown root:godwit-qemu {dir}; chmod 3770 {dir}), or give the disk another place",
         dir = .path.parent().unwrap_or(Path::new("/")).display()
     )]
     NoPlace { path: PathBuf, uid: u32 },
+    /// Images get their names with the rights of root, who may do that where the directory is root's.
+    #[error(
+        "{dir} is a directory of user {owner} with the sticky bit, in which nobody else renames or removes files, nor does this host's process: give it to root (chown root {dir})"
+    )]
+    Sticky { dir: PathBuf, owner: u32 },
     #[error(
         "{path} cannot be a disk's image: its file system takes no direct IO (ext4, XFS and btrfs do): give the disk another place"
     )]
@@ -192,6 +197,7 @@ pub fn make_image(
     reserved: &Reserved,
 ) -> Result<OwnedFd, DiskError> {
     must_be_no_devices(path)?;
+    must_give_names(path.parent().unwrap_or(Path::new("/")))?;
     let made = as_user(uid, gid, || {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         open(path, flags, Mode::RUSR | Mode::WUSR)
@@ -229,6 +235,23 @@ pub fn make_image(
         Err(error) => undone(DiskError::Io {
             path: path.clone(),
             source: error.into(),
+        }),
+    }
+}
+
+/// Refuses a directory in which this process makes files and cannot rename them.
+pub(crate) fn must_give_names(dir: &Path) -> Result<(), DiskError> {
+    // What cannot be looked at is told by whoever makes a file there.
+    let Ok(found) = dir.metadata() else {
+        return Ok(());
+    };
+    let (is_sticky, owner) = (found.mode() & 0o1000 != 0, found.uid());
+    let own = rustix::process::geteuid().as_raw();
+    match is_sticky && ![0, own].contains(&owner) {
+        false => Ok(()),
+        true => Err(DiskError::Sticky {
+            dir: dir.to_owned(),
+            owner,
         }),
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Owns nothing, and leaves nothing. Refuses: what [`crate::disk::make_image`] would, as far as that is known without a name.
 
-use crate::disk::{DiskError, must_be_no_devices};
+use crate::disk::{DiskError, must_be_no_devices, must_give_names};
 use crate::rights::as_user;
 use godwit_types::vm::room_for_images;
 use rustix::fs::{AtFlags, Mode, OFlags, StatVfs, StatxFlags, ioctl_ficlone, open, openat, statx};
@@ -25,6 +25,7 @@ const NAMELESS: OFlags = OFlags::TMPFILE
 pub fn can_make_image(path: &Path, uid: u32, gid: u32) -> Result<(), DiskError> {
     must_be_no_devices(path)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
+    must_give_names(dir)?;
     let tried = as_user(uid, gid, || open(dir, NAMELESS, Mode::RUSR | Mode::WUSR));
     judge(tried, path, uid)
 }
@@ -88,6 +89,30 @@ mod tests {
     use super::*;
     use std::fs;
     use std::os::unix::fs::PermissionsExt as _;
+
+    /// The images of a VM that came did not get their names there, when it had left its source.
+    #[test]
+    fn a_directory_in_which_its_owner_alone_gives_names_is_refused_unless_it_is_root_s() {
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: giving a directory away needs root");
+            return;
+        }
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let image = dir.path().join("web.raw");
+        for (owner, mode, is_taken) in [
+            (0, 0o3770, true),
+            (4242, 0o3770, false),
+            (4242, 0o2770, true),
+        ] {
+            std::os::unix::fs::chown(dir.path(), Some(owner), Some(65534)).unwrap();
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+            let can = can_make_image(&image, 65534, 65534);
+            assert_eq!(can.is_ok(), is_taken, "{owner} {mode:o}: {can:?}");
+            if let Err(why) = can {
+                assert!(why.to_string().contains("chown root"), "{why}");
+            }
+        }
+    }
 
     #[test]
     fn whether_an_image_can_be_made_is_known_without_making_one() {

@@ -391,7 +391,7 @@ fn no_rights(dir: &Path, user: User, errno: Errno) -> String {
     let (dir, User { uid, gid }) = (dir.display(), user);
     match errno {
         Errno::ACCESS | Errno::PERM => format!(
-            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: if it is there for images, let that group write in it ('chgrp {gid} {dir}; chmod 3770 {dir}') and pass through the directories above; else give the disk another place"
+            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: if it is there for images, let that group write in it ('chown 0:{gid} {dir}; chmod 3770 {dir}') and pass through the directories above; else give the disk another place"
         ),
         errno => format!("no file can be made in {dir}: {errno}"),
     }

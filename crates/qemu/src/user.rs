@@ -98,20 +98,10 @@ pub fn open_disks(
     disks: &[DiskSpec],
     owner: User,
 ) -> Result<Vec<OwnedFd>, ApiError> {
-    let Common {
-        host,
-        user,
-        reserved,
-    } = common;
+    let host = common.host;
     let open = |disk: &DiskSpec| {
-        let (path, read_only) = (Path::new(&disk.path), disk.read_only);
-        let opened = match open_image(path, read_only, owner.uid, user.gid, reserved) {
-            Err(DiskError::Denied { .. }) if owner.uid != user.uid => {
-                open_image(path, read_only, user.uid, user.gid, reserved)
-            }
-            opened => opened,
-        };
-        opened.map_err(|error| {
+        let path = Path::new(&disk.path);
+        open_file(common, (path, disk.read_only), owner).map_err(|error| {
             let denied = match error {
                 DiskError::Denied { uid, .. } => whose_at(path).zip(Some(uid)),
                 _ => None,
@@ -123,6 +113,21 @@ pub fn open_disks(
         })
     };
     disks.iter().map(open).collect()
+}
+
+/// One file of a disk, with the same rights.
+pub fn open_file(
+    common: Common<'_>,
+    (path, read_only): (&Path, bool),
+    owner: User,
+) -> Result<OwnedFd, DiskError> {
+    let (user, reserved) = (common.user, common.reserved);
+    match open_image(path, read_only, owner.uid, user.gid, reserved) {
+        Err(DiskError::Denied { .. }) if owner.uid != user.uid => {
+            open_image(path, read_only, user.uid, user.gid, reserved)
+        }
+        opened => opened,
+    }
 }
 
 /// Makes an image of so many bytes at the disk's path, with the rights of the VM's own user or of the common one.

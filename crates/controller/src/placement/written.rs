@@ -47,7 +47,7 @@ pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Out
     let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
     let message = match written {
         WrittenOn::Host(last) if last != to => format!(
-            "disk {disk} of VM {vm} is writable and was last written on host {last}, which {path} on host {to} may lack: start the VM on host {last}, from where it can move while it runs; if {path} is the same storage on both, set shared = true for the disk with 'godwit vm edit {vm} FILE'; if its guest never ran there, delete the VM with 'godwit vm delete {vm}', which removes no image, and create it again"
+            "disk {disk} of VM {vm} is writable and was last written on host {last}, which {path} on host {to} may lack: start the VM on host {last}, from where it can move while it runs; if {path} is the same storage on both, set shared = true for the disk with 'godwit vm edit {vm} FILE'; if its guest never ran there, delete the VM with 'godwit vm delete {vm}', which removes no image, create it again, and start it with --on {to}"
         ),
         WrittenOn::Removed { is_named: false } => format!(
             "disk {disk} of VM {vm} is writable and was last written on a host that was removed, so any other {path} may be an older one: name the host that has the right one with 'godwit vm start {vm} --on HOST'"

@@ -74,6 +74,8 @@ pub(super) struct Plan {
     pub(super) held: Option<Place>,
     /// The images of disks of it that were made on the host: no other one has them.
     pub(super) made: Vec<String>,
+    /// Whether the host was taken since the deleted VM of its name ran there last.
+    goes_on: bool,
     /// Hosts that were not regarded when the VM's CPU model was chosen.
     left_out: Vec<HostName>,
 }
@@ -116,6 +118,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     };
     let mut plan = settled(app, plan).await?;
     let host = plan.host.clone();
+    let goes_on = plan.goes_on;
     if let Some(making) = make_disks(app, &mut plan).await? {
         return Ok(not_yet(name, &host, making));
     }
@@ -124,13 +127,23 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     app.tell_vm(name);
     // Another host may be in the way.
     result.map_err(|error| match error.host {
-        Some(_) => error,
-        None => error.on_host(&host),
+        Some(_) => why_there(error, name, goes_on),
+        None => why_there(error, name, goes_on).on_host(&host),
     })?;
     Ok(Started {
         message: format!("VM '{name}' runs on host {host}{}", plan.caveat()),
         making: None,
     })
+}
+
+/// Nobody has named this host.
+fn why_there(mut error: ApiError, vm: &VmName, goes_on: bool) -> ApiError {
+    if goes_on {
+        error.message.push_str(&format!(
+            "; this host was chosen since a VM {vm} that was deleted ran there last, and has its images: 'godwit vm start {vm} --on HOST' names another one"
+        ));
+    }
+    error
 }
 
 /// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
@@ -209,18 +222,23 @@ fn plan_start(
         app.connected_agent(host).map_err(way_out)?;
     }
     let hosts = connected(app);
+    let mut goes_on = false;
     let host = match wanted_host(request, held.as_ref()) {
         Some(host) => host,
         None => match app.makings.host_of(name) {
             // What was begun there goes on there.
             Some(host) => host,
             None => match goes_on_at(&entry.spec, &written) {
-                Some(host) if app.connected_agent(host).is_ok() => host.clone(),
+                Some(host) if app.connected_agent(host).is_ok() => {
+                    goes_on = true;
+                    host.clone()
+                }
                 _ => place::choose(&entry.spec, &taking(app, &hosts)?)?,
             },
         },
     };
-    app.drains.must_take_vms(&host)?;
+    let taken = app.drains.must_take_vms(&host);
+    taken.map_err(|error| why_there(error, name, goes_on))?;
     disks_are_there(&entry.spec, &written, &host)?;
     let info = hosts
         .iter()
@@ -236,7 +254,7 @@ fn plan_start(
         lacking.push(place::no_room(&wish, info));
     }
     if !lacking.is_empty() {
-        return Err(place::joined(lacking));
+        return Err(why_there(place::joined(lacking), name, goes_on));
     }
     let (silent, never_heard) = unheard(app);
     let (resolved, mut left_out) = place::resolve_for_all(&wish, info, &hosts, &silent)?;
@@ -247,6 +265,7 @@ fn plan_start(
         resolved,
         held,
         made: Vec::new(),
+        goes_on,
         left_out,
     })
 }
@@ -375,7 +394,7 @@ async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) 
 fn keeps_what_was_made(plan: &Plan) -> String {
     let (vm, host, made) = (&plan.entry.spec.name, &plan.host, plan.made.join(", "));
     format!(
-        "; what was made for it on host {host} ({made}) stays there, and its next start there goes on with that: to begin on another host, delete the VM with 'godwit vm delete {vm}', which removes no image, and create it again"
+        "; what was made for it on host {host} ({made}) stays there, and its next start there goes on with that: to begin on another host, delete the VM with 'godwit vm delete {vm}', which removes no image, create it again, and name that host with --on"
     )
 }
 

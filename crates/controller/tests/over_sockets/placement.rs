@@ -214,6 +214,17 @@ async fn a_vm_that_is_described_anew_starts_where_the_deleted_one_ran_last_or_wh
     let message = place(&house, &described).await;
     assert_eq!(message, "VM 'web' runs on host a");
     deleted().await;
+    // What keeps it from starting there is told with why that was chosen.
+    client.create_vm(&described).await.unwrap();
+    closes(&a, true);
+    until_closed(&house, "a", true).await;
+    let closed = client.start(&vm("web"), &StartRequest::default()).await;
+    let closed = closed.unwrap_err().to_string();
+    for words in ["host open", "ran there last", "vm start web --on HOST"] {
+        assert!(closed.contains(words), "{closed}");
+    }
+    closes(&a, false);
+    client.delete_vm(&vm("web")).await.unwrap();
     a.cut().await;
     house.until_host("a", HostState::Unreachable).await;
     client.create_vm(&described).await.unwrap();

@@ -14,6 +14,7 @@ use super::Disks;
 use super::described::not_done;
 use super::images::arriving_path;
 use super::layers::Place;
+use super::parent::Trust;
 use super::parts::Parts;
 use super::served::Served;
 use super::snapshots::{MAPS_MAX, map_bytes};
@@ -345,7 +346,7 @@ impl Place<'_> {
             return Ok(());
         };
         let reader = lock_name(self.config, self.spec);
-        let opened = self.open_common(common, images.bytes, (&reader, LOCK_WAIT));
+        let opened = self.open_common(common, images.bytes, (&reader, LOCK_WAIT, Trust::Asked));
         opened.map(drop)
     }
 

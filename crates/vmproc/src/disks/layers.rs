@@ -10,17 +10,20 @@
 use super::beside::{self, OWN_IMAGE};
 use super::claim::as_opener;
 use super::described::{NotDone, not_done};
-use super::served::{Served, open_file};
+use super::parent::Trust;
+use super::served::Served;
 use super::{BLOCK, LOCK_WAIT, lock_name};
 use crate::adoption::lock;
 use crate::files::Paths;
+use crate::hypervisor::{common_user, reserved};
 use godwit_blockio::Image as DiskImage;
 use godwit_blockio::delta::{
     Delta, NewDelta, Opening, Outliving, create, describe_base, describe_over, is_frozen,
     read_descriptor,
 };
 use godwit_delta::{Id, Parent};
-use godwit_qemu::user::User;
+use godwit_qemu::disk::DiskError;
+use godwit_qemu::user::{self, User};
 use godwit_snapshots::{Fresh, Images, Kind, files};
 use godwit_types::ApiError;
 use godwit_types::datastore::is_device_path;
@@ -207,20 +210,33 @@ impl Place<'_> {
         if !self.is_own(&images.top)? {
             deltas.push(self.open_top(images, &images.top, patience, no_guest_lives)?);
         }
-        self.over_its_parent(images, deltas, patience)
+        let trust = match no_guest_lives {
+            true => Trust::Asked,
+            false => Trust::AsBefore,
+        };
+        self.over_parent(images, deltas, (patience, trust))
     }
 
-    /// Lays those of a linked disk over the image as which that begins.
+    /// Lays those of a linked disk over the image as which that begins. Its guest lives.
     pub fn over_its_parent(
         &self,
         images: &Images,
-        mut deltas: Vec<Delta>,
+        deltas: Vec<Delta>,
         patience: Duration,
+    ) -> Result<Vec<Delta>, String> {
+        self.over_parent(images, deltas, (patience, Trust::AsBefore))
+    }
+
+    fn over_parent(
+        &self,
+        images: &Images,
+        mut deltas: Vec<Delta>,
+        (patience, trust): (Duration, Trust),
     ) -> Result<Vec<Delta>, String> {
         let is_due = images.common().is_some() && !deltas.is_empty();
         if is_due && !deltas.first().is_some_and(Delta::is_linked) {
             let lowest = deltas.remove(0);
-            deltas.insert(0, self.over_common(images, lowest, patience)?);
+            deltas.insert(0, self.over_common(images, lowest, (patience, trust))?);
         }
         Ok(deltas)
     }
@@ -481,12 +497,12 @@ impl Place<'_> {
         read_only: bool,
     ) -> Result<File, String> {
         let path = self.extent(images, name);
-        let spec = DiskSpec {
-            path: path.to_string_lossy().into_owned(),
-            read_only,
-            ..self.spec.clone()
-        };
-        open_file(self.config, &spec, self.owner).map_err(|error| error.message)
+        let reserved = reserved(self.config);
+        let common = common_user(self.config, &reserved);
+        let opened = user::open_file(common, (&path, read_only), self.owner);
+        opened
+            .map(File::from)
+            .map_err(|why| not_opened(&path, &why))
     }
 }
 
@@ -534,6 +550,20 @@ impl Served {
         self.note_images(&spec.name, Some(&images));
         let deltas = place.open(&images, LOCK_WAIT, no_guest_lives);
         deltas.map_err(|why| refused(&why))
+    }
+}
+
+/// Why a part of a disk is not opened, beside its own image.
+fn not_opened(part: &Path, why: &DiskError) -> String {
+    let path = part.display();
+    match why {
+        DiskError::Missing { .. } => format!(
+            "its part {path} is not there, without which its content is not whole: put it back, or put back an earlier copy of all its files"
+        ),
+        DiskError::Denied { .. } => format!(
+            "its part {path} may be opened by another user alone, as one of a VM that had another name: describe the VM under that name again, and clone it ('godwit vm clone') where it is to have this one"
+        ),
+        why => why.to_string(),
     }
 }
 

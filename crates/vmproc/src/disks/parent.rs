@@ -22,19 +22,26 @@ use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::time::Duration;
 
+/// Whether it is asked who may change the image. A guest that lives goes on over the one that it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trust {
+    Asked,
+    AsBefore,
+}
+
 impl Place<'_> {
     /// Lays the lowest delta of a linked disk over the image as which that begins.
     pub(super) fn over_common(
         &self,
         images: &Images,
         lowest: Delta,
-        patience: Duration,
+        (patience, trust): (Duration, Trust),
     ) -> Result<Delta, String> {
         let Some(common) = images.common() else {
             return Ok(lowest);
         };
         let reader = lock_name(self.config, self.spec);
-        let image = self.open_common(common, images.bytes, (&reader, patience))?;
+        let image = self.open_common(common, images.bytes, (&reader, patience, trust))?;
         lowest.over(image).map_err(|error| error.to_string())
     }
 
@@ -45,7 +52,8 @@ impl Place<'_> {
             return Ok(own);
         };
         let reader = format!("{}/{whose}", lock_name(self.config, self.spec));
-        let image = self.open_common(common, images.bytes, (&reader, LOCK_WAIT))?;
+        let image =
+            self.open_common(common, images.bytes, (&reader, LOCK_WAIT, Trust::AsBefore))?;
         let file = image.as_fd().try_clone_to_owned();
         file.map(File::from).map_err(|error| error.to_string())
     }
@@ -55,7 +63,7 @@ impl Place<'_> {
         &self,
         common: Common<'_>,
         bytes: u64,
-        (reader, patience): (&str, Duration),
+        (reader, patience, trust): (&str, Duration, Trust),
     ) -> Result<DiskImage, String> {
         let path = common.path;
         let linked = format!("disk '{}' is linked to the image {path}", self.spec.name);
@@ -75,6 +83,10 @@ impl Place<'_> {
         let mut image = image.map_err(told)?;
         image.lock(reader, patience).map_err(told)?;
         self.must_be_it((&looked, common), &linked)?;
+        if trust == Trust::Asked {
+            let trusted = must_be_trusted(&looked, self.config.qemu_uid);
+            trusted.map_err(|why| format!("{linked}, which is not used: {why}"))?;
+        }
         match image.bytes() == bytes {
             true => Ok(image),
             false => Err(format!(
@@ -92,10 +104,6 @@ impl Place<'_> {
     ) -> Result<(), String> {
         let known = self.as_opener(|| known_by(image, id).map_err(NotDone::from));
         let known = known.map_err(|why| format!("{linked}, whose mark cannot be read: {why}"))?;
-        if known != Known::Not {
-            let trusted = must_be_trusted(image, self.config.qemu_uid);
-            trusted.map_err(|why| format!("{linked}, which is not used: {why}"))?;
-        }
         match known {
             Known::ByMark => return Ok(()),
             Known::BySight => {}

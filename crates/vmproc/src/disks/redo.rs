@@ -84,6 +84,9 @@ pub(super) fn must_be_made_for(images: &Images, own: (&str, u64)) -> Result<(), 
     let is_anothers = |name: &str| Made::of(name).is_none_or(|made| made.whose != whose(own));
     match elsewhere.find(|(name, _)| is_anothers(name)) {
         None => Ok(()),
+        Some((name, directory)) if Made::of(name).is_none() => Err(format!(
+            "its part {name} in {directory} does not say that it was made for this image: an earlier build did not write that, or somebody else described it; make one image of all of it while no VM has it ('qemu-img convert -f vmdk -O raw {directory}/{name}.vmdk NEW.raw'), and give the disk that path"
+        )),
         Some((name, directory)) => Err(format!(
             "{} is a copy, or has another path than it had: its part {name} in {directory} was made for another file, and both would write to it; use the image that was there, under its path, or make one image of all of it while no VM has it ('qemu-img convert -f vmdk -O raw {directory}/{name}.vmdk NEW.raw')",
             own.0

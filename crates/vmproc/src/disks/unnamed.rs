@@ -159,13 +159,16 @@ impl Place<'_> {
         };
         let above = self.path().parent().unwrap_or(Path::new("/"));
         let removed = self.as_opener(|| {
+            let mut all_gone = true;
             for entry in above.read_dir()? {
                 let entry = entry?;
-                if is_unfinished(&entry) {
-                    images::remove(&entry.path());
-                }
+                all_gone &= !is_unfinished(&entry) || images::remove(&entry.path());
             }
-            Ok(())
+            // Whoever else made one of them may remove it.
+            match all_gone {
+                true => Ok(()),
+                false => Err(io::Error::from(io::ErrorKind::PermissionDenied).into()),
+            }
         });
         if let Err(why) = removed {
             let disk = &self.spec.name;
