@@ -9,7 +9,7 @@ use godwit_types::{HostName, VmName};
 use sqlx::{SqliteConnection, query, query_as};
 
 /// What is known of one when it is deleted.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Former {
     /// Of its QEMU; none of one of before there were any.
     pub uid: Option<u32>,

@@ -1,8 +1,10 @@
 //! Which VM's QEMU runs as which user, on every host the same.
 //!
-//! Owns the number of the next one, in the database; the ids lie in the VMs' descriptions and travel with them. One that was given out is not given to another VM, also after its VM was deleted, before all of them were given out once: a VM that is
-//! described anew under that name gets it again, since the images that a migration made are that user's alone. An older copy of
-//! the database knows those that VMs have, by what hosts tell, and passes over those that were given out since. Refuses: an id that a person chose.
+//! Owns the number of the next one, in the database; the ids lie in the VMs' descriptions and travel with them. One that was
+//! given out is not given to another VM before all of them were given out once, also after its VM was deleted: a VM that is
+//! described anew under that name gets it again, since the images that a migration made are that user's alone. An older copy
+//! of the database knows those that VMs have, by what hosts tell, and passes over those that were given out since. Refuses:
+//! an id that a person chose.
 
 use crate::app::App;
 use crate::error::{ControllerError, Outcome, refuse};

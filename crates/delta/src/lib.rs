@@ -43,6 +43,11 @@ impl Id {
         Some(Self(number.to_be_bytes()))
     }
 
+    /// The same of a delta that is described as one. Why it is refused is a part of a sentence.
+    pub fn of_delta(digits: &str) -> Result<Self, &'static str> {
+        Self::of_digits(digits).ok_or("a delta has an id that is no number")
+    }
+
     /// The number by which descriptors know a disk's content: never one that means something else.
     pub fn cid(&self) -> u32 {
         let [a, b, c, d, ..] = self.0;

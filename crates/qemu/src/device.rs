@@ -5,10 +5,9 @@
 //! works with, one that is too small, and one with larger blocks than a disk's.
 
 use crate::disk::open_looked_at;
+use crate::whose::record_in;
 use godwit_blockio::label::{self, Found, Holds, Label, capacity};
-use godwit_ownership::ImageRecord;
 use godwit_types::datastore::is_device_path;
-use godwit_types::ids::is_valid_name;
 use godwit_types::plant::planted;
 use rustix::fs::{CWD, Mode, OFlags, SeekFrom, fstat, ioctl_blksszget, major, minor, open, seek};
 use rustix::io::Errno;
@@ -190,11 +189,7 @@ pub(crate) fn unseen(path: &str, error: &io::Error) -> String {
 
 /// Of which VM and disk a label tells: who has had it counts before for whom it was made.
 fn whose(label: &Label) -> (String, String) {
-    let record = label.text.as_deref();
-    let record = record.and_then(|text| serde_json::from_slice::<ImageRecord>(text).ok());
-    // Anybody may have written it, and it is for a terminal.
-    let record = record.filter(|record| is_valid_name(&record.disk));
-    match record {
+    match label.text.as_deref().and_then(record_in) {
         Some(record) => (record.vm.to_string(), record.disk),
         None => (label.vm.clone(), label.disk.clone()),
     }

@@ -11,8 +11,12 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 pub(crate) fn whose(image: impl AsFd) -> Option<ImageRecord> {
-    let held = holder::read(image.as_fd()).ok()??;
-    let record: ImageRecord = serde_json::from_slice(&held.text).ok()?;
+    record_in(&holder::read(image.as_fd()).ok()??.text)
+}
+
+/// What a text says that anybody may have written; it is for a terminal.
+pub(crate) fn record_in(text: &[u8]) -> Option<ImageRecord> {
+    let record: ImageRecord = serde_json::from_slice(text).ok()?;
     is_valid_name(&record.disk).then_some(record)
 }
 

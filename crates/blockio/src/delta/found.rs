@@ -216,11 +216,20 @@ pub fn is_another(
     wanted: Id,
     block_bytes: u32,
 ) -> Result<bool, Error> {
-    let image = Image::of(file, path, Access::ReadOnly, block_bytes);
-    match image.and_then(|image| Found::of(image, None)) {
-        Ok(found) => Ok(found.label.id != wanted),
-        Err(error) if error.is_of_storage() => Err(error),
-        Err(_) => Ok(false),
+    let found = any((file, path), Access::ReadOnly, block_bytes)?;
+    Ok(found.is_some_and(|found| found.label.id != wanted))
+}
+
+/// The extent that this is, whatever its number; nothing of a file that is none.
+fn any(
+    (file, path): (File, &Path),
+    access: Access,
+    block_bytes: u32,
+) -> Result<Option<Found>, Error> {
+    let found = Image::of(file, path, access, block_bytes);
+    match found.and_then(|image| Found::of(image, None)) {
+        Err(error) if !error.is_of_storage() => Ok(None),
+        found => found.map(Some),
     }
 }
 
@@ -231,11 +240,8 @@ pub fn is_empty(
     bytes_max: u64,
     block_bytes: u32,
 ) -> Result<bool, Error> {
-    let found = Image::of(file, path, Access::ReadWrite, block_bytes);
-    let found = found.and_then(|image| Found::of(image, None));
-    let found = match found {
-        Err(error) if !error.is_of_storage() => return Ok(false),
-        found => found?,
+    let Some(found) = any((file, path), Access::ReadWrite, block_bytes)? else {
+        return Ok(false);
     };
     let holds = |from: u64| {
         let next = next_data(&found.image, from..found.layout.file_bytes());

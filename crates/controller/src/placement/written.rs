@@ -28,11 +28,16 @@ pub enum WrittenOn {
 
 /// The host on which a VM that is described anew goes on, unless a person names another one: where the one before it ran last.
 pub fn goes_on_at<'a>(spec: &VmSpec, written: &'a WrittenOn) -> Option<&'a HostName> {
-    let is_there = |disk: &DiskSpec| disk.goes_along() && !disk.is_to_be_made();
     match written {
-        WrittenOn::Former { host, .. } if spec.disks.iter().any(is_there) => host.as_ref(),
+        WrittenOn::Former { host, .. } => disk_that_is_there(spec).and(host.as_ref()),
         _ => None,
     }
+}
+
+/// A disk of its host alone whose image is there before the VM starts the first time.
+fn disk_that_is_there(spec: &VmSpec) -> Option<&DiskSpec> {
+    let mut disks = spec.disks.iter();
+    disks.find(|disk| disk.goes_along() && !disk.is_to_be_made())
 }
 
 /// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
@@ -41,8 +46,11 @@ pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Out
     let Some(disk) = disks.find(|disk| disk.goes_along()) else {
         return variables_are_there(spec, written, to);
     };
-    if matches!(written, WrittenOn::Former { .. }) {
-        return former_disks_are_there(spec, written, to);
+    if let WrittenOn::Former { host, is_named } = written {
+        return match *is_named || host.as_ref() == Some(to) {
+            true => Ok(()),
+            false => former_disks_are_there(spec, host.as_ref(), to),
+        };
     }
     let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
     let message = match written {
@@ -58,23 +66,12 @@ pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Out
 }
 
 /// A migration may have left an older image of the deleted VM under the same path.
-fn former_disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
-    let WrittenOn::Former {
-        host,
-        is_named: false,
-    } = written
-    else {
+fn former_disks_are_there(spec: &VmSpec, former: Option<&HostName>, to: &HostName) -> Outcome<()> {
+    let Some(disk) = disk_that_is_there(spec) else {
         return Ok(());
     };
-    let mut disks = spec.disks.iter();
-    let Some(disk) = disks.find(|disk| disk.goes_along() && !disk.is_to_be_made()) else {
-        return Ok(());
-    };
-    if host.as_ref() == Some(to) {
-        return Ok(());
-    }
     let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
-    let ran_on = match host {
+    let ran_on = match former {
         Some(host) => format!("host {host}"),
         None => "a host that was removed".to_owned(),
     };

@@ -126,9 +126,12 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     refresh(app, &host).await;
     app.tell_vm(name);
     // Another host may be in the way.
-    result.map_err(|error| match error.host {
-        Some(_) => why_there(error, name, goes_on),
-        None => why_there(error, name, goes_on).on_host(&host),
+    result.map_err(|error| {
+        let error = why_there(error, name, goes_on);
+        match error.host {
+            Some(_) => error,
+            None => error.on_host(&host),
+        }
     })?;
     Ok(Started {
         message: format!("VM '{name}' runs on host {host}{}", plan.caveat()),

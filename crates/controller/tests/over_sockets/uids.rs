@@ -28,16 +28,22 @@ async fn every_vm_gets_a_user_id_that_no_other_vm_ever_gets() {
     assert!(again != web && again != db, "{again}");
 }
 
+/// VM web runs on host a and is deleted. Gives the user id that it had.
+async fn ran_and_deleted(house: &House) -> u32 {
+    house.running("web", "a").await;
+    let had = uid(house, "web").await;
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
+    house.until_vm("web", VmState::Stopped, "a").await;
+    house.client().delete_vm(&vm("web")).await.unwrap();
+    had
+}
+
 /// Its former images, which only the former id may open, were no longer its own.
 #[tokio::test]
 async fn a_vm_that_ran_and_is_described_anew_has_its_user_id_again_over_a_restart() {
     let mut house = House::new().await;
     let _a = house.host("a").await;
-    house.running("web", "a").await;
-    let first = uid(&house, "web").await;
-    house.client().stop(&vm("web"), &STOP).await.unwrap();
-    house.until_vm("web", VmState::Stopped, "a").await;
-    house.client().delete_vm(&vm("web")).await.unwrap();
+    let first = ran_and_deleted(&house).await;
     house.stop().await;
     house.start().await;
     let client = house.client();
@@ -52,11 +58,7 @@ async fn a_vm_that_ran_and_is_described_anew_has_its_user_id_again_over_a_restar
 async fn a_former_user_id_that_another_vm_has_by_now_is_not_given_again() {
     let mut house = House::new().await;
     let a = house.host("a").await;
-    house.running("web", "a").await;
-    let first = uid(&house, "web").await;
-    house.client().stop(&vm("web"), &STOP).await.unwrap();
-    house.until_vm("web", VmState::Stopped, "a").await;
-    house.client().delete_vm(&vm("web")).await.unwrap();
+    let first = ran_and_deleted(&house).await;
     house.client().create_vm(&spec("db")).await.unwrap();
     house.stop().await;
     // As once all ids were given out.

@@ -326,7 +326,7 @@ fn make_delta(path: &Path, parent: &Parent, fresh: &Fresh) -> Result<(), String>
     let new = NewDelta {
         descriptor: &descriptor,
         bytes: parent.bytes,
-        id: Id::of_digits(&fresh.id).ok_or("a delta has an id that is no number")?,
+        id: Id::of_delta(&fresh.id)?,
         parent: &below,
     };
     create(&new).map(drop).map_err(|error| error.to_string())

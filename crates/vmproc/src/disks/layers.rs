@@ -152,7 +152,7 @@ impl Place<'_> {
 
     /// Makes an empty delta, which is to lie over the top, durably; `images` describes it.
     pub fn make(&self, images: &Images, over: &str, fresh: &Fresh) -> Result<(), String> {
-        let id = Id::of_digits(&fresh.id).ok_or("a delta has an id that is no number")?;
+        let id = Id::of_delta(&fresh.id)?;
         let parent = self.parent_of(images, over, fresh.elsewhere.as_ref())?;
         let descriptor = self.descriptor(images, &fresh.name);
         self.as_opener(|| {
@@ -180,9 +180,7 @@ impl Place<'_> {
             false => self.descriptor(images, name).to_string_lossy().into_owned(),
         };
         if let Some(id) = id {
-            let cid = Id::of_digits(id)
-                .ok_or("a delta has an id that is no number")?
-                .cid();
+            let cid = Id::of_delta(id)?.cid();
             return Ok(Parent { cid, hint });
         }
         let descriptor = self.descriptor(images, name);

@@ -157,7 +157,7 @@ fn must_be(extent: &Entry<'_>, id: &str) -> Result<(), String> {
     if extent.look().map_err(|error| told(&error))? == Found::Nothing {
         return Ok(());
     }
-    let id = Id::of_digits(id).ok_or("a delta has an id that is no number")?;
+    let id = Id::of_delta(id)?;
     let file = extent.open().map_err(|error| told(&error))?;
     let looked = is_frozen((file, extent.path()), id, BLOCK);
     looked.map(drop).map_err(|error| error.to_string())

@@ -479,9 +479,7 @@ impl Place<'_> {
         for (image, file) in made {
             let path = self.extent(images, image);
             let id = images.images.get(image).and_then(|one| one.id.as_deref());
-            let id = id
-                .and_then(Id::of_digits)
-                .ok_or("a delta has an id that is no number")?;
+            let id = Id::of_delta(id.unwrap_or_default())?;
             let file = file.try_clone().map_err(|error| error.to_string())?;
             let opening = opening(&name, LOCK_WAIT);
             let delta = match *image == images.top {
@@ -544,7 +542,7 @@ impl Place<'_> {
         if descriptor.symlink_metadata().is_ok() {
             return Ok(());
         }
-        let id = Id::of_digits(id).ok_or("a delta has an id that is no number")?;
+        let id = Id::of_delta(id)?;
         let parent = self.parent_of(images, over, images.elsewhere.get(name))?;
         self.as_opener(|| {
             let new = godwit_blockio::delta::NewDelta {
